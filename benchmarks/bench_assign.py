@@ -23,7 +23,6 @@ from semmoe.core import Placement, Plan, RoutingTrace
 from semmoe.gateway import Scorer
 from semmoe.requests.policy import PromptScores
 from semmoe.settings import PredictorSettings
-from semmoe.splitter import split
 from semmoe.tokens import kernels
 from semmoe.tokens.predictor import fit, project
 from semmoe.tokens.slices import (
@@ -37,7 +36,8 @@ from semmoe.tokens.slices import (
     trace_history,
 )
 from semmoe.topology import Fingerprint, Topology
-from semmoe.trace import open_trace
+from semmoe.traces.split import split
+from semmoe.traces.trace import open_trace
 
 SMALL = 2048  # tokens, of which the exact optimum is found in seconds
 Case = tuple[str, PathScores, int, tuple]  # name, tables, ranks, arguments of `score` after the tables

@@ -37,10 +37,10 @@ from serving.engine import RANKS, Engine, ServerError, SetUp, add_engine, engine
 from serving.server import Server, counters, serving
 
 from lab import drift
-from semmoe import live
+from semmoe.cli.demo import MODEL
 from semmoe.core import Plan
-from semmoe.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
+from semmoe.live import client
 from semmoe.settings import SwapSettings
 
 CLIENTS, NEW_TOKENS, PERIOD, PARTS = 8, 16, 2.0, 12
@@ -166,7 +166,7 @@ def swapping(server: Server, plan: Path) -> Callable[[], None]:
     from semmoe.plan import load_plan
 
     loaded: Plan = load_plan(plan)
-    return lambda: print("  known:", live.swap(server.url, server.folder, loaded, SwapSettings()).state, flush=True)
+    return lambda: print("  known:", client.swap(server.url, server.folder, loaded, SwapSettings()).state, flush=True)
 
 
 def show(found: dict[str, Samples], requests: int) -> dict[str, dict[str, list[float]]]:

@@ -27,14 +27,14 @@ import torch
 from serving.network import Network, NetworkError, enter, slow_network
 
 from lab.layer import layer_parts
-from semmoe.console import figure
+from semmoe.cli.demo import MODEL, demo_prompts
 from semmoe.core import RoutingTrace
-from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.generate import Configuration, GenerateResult, generate
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.engines.transformers.verify import compare_outputs, plain_generate
+from semmoe.io.console import figure
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve

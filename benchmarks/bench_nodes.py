@@ -29,13 +29,13 @@ import numpy as np
 from lab.fit_routing import load_strengths
 from lab.node_traffic import bound_of_groups, known_groups, measure, of_phase
 from lab.synthetic_routing import DEEPSEEK_V3, draw
-from semmoe.calibration import PhaseLinks, load_links
 from semmoe.core import DECODE, PREFILL, RoutingTrace
+from semmoe.costs.links import PhaseLinks, load_links
 from semmoe.settings import QUICK, CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.splitter import split
 from semmoe.topology import Topology
-from semmoe.trace import open_trace
+from semmoe.traces.split import split
+from semmoe.traces.trace import open_trace
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS_PER_RANK = 128

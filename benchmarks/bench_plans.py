@@ -27,16 +27,16 @@ import numpy as np
 from lab.node_traffic import local_pairs
 from lab.true_routing import TrueRouting
 from semmoe.core import Plan, RoutingTrace
-from semmoe.metrics import max_over_mean, uniform_remote_ranks
-from semmoe.online import schedule_with
-from semmoe.replayer import replay
+from semmoe.costs.metrics import max_over_mean, uniform_remote_ranks
+from semmoe.evaluation.online import schedule_with
+from semmoe.evaluation.replay import replay
 from semmoe.requests.capacity import CapacityScheduler
 from semmoe.requests.policy import PromptScores
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.splitter import split
 from semmoe.topology import Topology
-from semmoe.trace import open_trace
+from semmoe.traces.split import split
+from semmoe.traces.trace import open_trace
 
 AT_ONCE, KNOWN = "at once", "true routing"  # requests by their prompts, or by their routing, known as they arrive
 # methods of the field whose placements attention-DP can take

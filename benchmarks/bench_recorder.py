@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from semmoe.engines.private import open_folder
-from semmoe.engines.recorder.files import Control, write_control
-from semmoe.engines.recorder.memory import Rows
-from semmoe.engines.recorder.passes import PassRecorder
-from semmoe.engines.recorder.recorder import LiveRecorder
 from semmoe.engines.step import Step
+from semmoe.live.recorder.files import Control, write_control
+from semmoe.live.recorder.memory import Rows
+from semmoe.live.recorder.passes import PassRecorder
+from semmoe.live.recorder.recorder import LiveRecorder
 from semmoe.topology import Fingerprint
 
 LENGTH = 512  # tokens of a request

@@ -46,10 +46,10 @@ from dataclasses import replace
 from pathlib import Path
 import numpy as np
 from semmoe import settings as all_settings
-from semmoe.replayer import replay
+from semmoe.evaluation.replay import replay
 from semmoe.solver import solve
 from semmoe.topology import Topology
-from semmoe.trace import open_trace
+from semmoe.traces.trace import open_trace
 folder, ranks, redundant, nodes = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 effort, topology = sys.argv[5], Topology(ep_size=ranks, num_nodes=nodes)
 settings, more = all_settings.SolveSettings(redundant_experts=redundant), {}
@@ -122,8 +122,8 @@ def synthetic(tokens: int, layers: int, experts: int, top_k: int, vocabulary: in
 
 def prepare(shape: str, given: argparse.Namespace, seed: int, folder: Path) -> None:
     """Write the profile, a small trace that compiles the code and, but for synthetic shapes, what is held out."""
-    from semmoe.splitter import split
-    from semmoe.trace import open_trace, save_trace
+    from semmoe.traces.split import split
+    from semmoe.traces.trace import open_trace, save_trace
 
     if shape[0].isdigit():
         layers, experts, top_k, tokens = map(int, shape.split("x"))

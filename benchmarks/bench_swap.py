@@ -39,7 +39,7 @@ from serving.engine import Engine, ServerError, SetUp, add_engine, engine
 from serving.network import Network, NetworkError, slow_network
 from serving.server import Server, make_plan, prompts, serving
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.plan import load_plan, save_plan
 
 STREAM = Path(__file__).parent / "serving" / "stream.py"

@@ -23,8 +23,8 @@ from typing import Any
 from serving.engine import Engine, ServerError, SetUp, add_engine, engine
 from serving.server import Server, counters, serving
 
+from semmoe.cli.demo import MODEL, demo_prompts
 from semmoe.core import Plan, RoutingTrace
-from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
@@ -34,9 +34,9 @@ from semmoe.plan import save_plan
 from semmoe.requests import predictor as request_map
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.splitter import near_duplicates
 from semmoe.tokens import predictor as predict
 from semmoe.topology import Topology
+from semmoe.traces.split import near_duplicates
 
 PATIENCE = 1800  # seconds until the server must have answered
 QUICK = ("vanilla", "both")

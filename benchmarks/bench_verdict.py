@@ -22,20 +22,20 @@ import numpy as np
 import torch
 
 from lab.calibration import PARTS, MeasuredLayer, Sample, calibrate
-from semmoe import cost
-from semmoe.copychoice import copy_choice
+from semmoe.cli.demo import MODEL, demo_prompts
 from semmoe.core import Plan, RoutingTrace
-from semmoe.demo import MODEL, demo_prompts
+from semmoe.costs import timing
 from semmoe.engines.transformers.model import load_model, moe_layers
 from semmoe.engines.transformers.parallel import LocalExperts
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
+from semmoe.evaluation.replay import cut_batches, replay, token_groups, token_homes
 from semmoe.placement.linear import vanilla_plan
-from semmoe.replayer import cut_batches, replay, token_groups, token_homes
 from semmoe.runtime.collectives import world
 from semmoe.runtime.launch import run_ranks
 from semmoe.settings import DemoSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.tokens.copychoice import copy_choice
 from semmoe.topology import Topology
 
 SETTINGS = DemoSettings()
@@ -84,7 +84,7 @@ def measure(job: Job, ep_size: int) -> dict[str, list[Sample]]:
     return {name: [Sample(**sample) for sample in samples] for name, samples in found.items()}
 
 
-def compare(name: str, predicted: cost.LayerTime, all_reduce: float, samples: list[Sample]) -> dict:
+def compare(name: str, predicted: timing.LayerTime, all_reduce: float, samples: list[Sample]) -> dict:
     """Microseconds of the mean layer; `all_reduce`: predicted seconds, in place of dispatch and combine."""
     measured = {part: 1e6 * float(np.mean([sample.seconds[part] for sample in samples])) for part in PARTS}
     measured["layer"] = 1e6 * float(np.mean([sample.layer_seconds for sample in samples]))
@@ -133,8 +133,8 @@ def main() -> None:
     rows = []
     for name, plan in plans.items():
         result = replay(held_out, plan, measuring)
-        predicted = cost.predict(name, result.rows_per_batch(), result.busiest_pairs, shape, plan.topology, links)
-        reduced = cost.all_reduce_time(result.tokens_per_batch, 0, shape, plan.topology, links).all_reduce
+        predicted = timing.predict(name, result.rows_per_batch(), result.busiest_pairs, shape, plan.topology, links)
+        reduced = timing.all_reduce_time(result.tokens_per_batch, 0, shape, plan.topology, links).all_reduce
         rows.append(compare(name, predicted.time, reduced, samples[name]))
     gains = {a: {k: gain(rows, a, f"{k}_us") for k in ("predicted", "measured")} for a in ("dp", "tp")}
     for attention, both in gains.items():

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from semmoe import cost
-from semmoe.calibration import Experts, Links, Tier
-from semmoe.payoff import MODELS, uniform_rows
+from semmoe.costs import timing
+from semmoe.costs.links import Experts, Links, Tier
+from semmoe.costs.payoff import MODELS, uniform_rows
 from semmoe.topology import Topology
 
 MODEL = next(model for model in MODELS if model.name == "DeepSeek-V3")
@@ -89,7 +89,7 @@ def predicted(links: Links, nodes: int, tokens: int) -> tuple[float, float]:
     The generator of the tables draws from the 4 best nodes of a token, which is no limit up to 4 nodes.
     """
     topology = Topology(ep_size=8 * nodes, num_nodes=nodes)
-    time = cost.layer_time(uniform_rows(links.all_to_all, MODEL, topology) * tokens, 0, MODEL.shape, topology, links)
+    time = timing.layer_time(uniform_rows(links.all_to_all, MODEL, topology) * tokens, 0, MODEL.shape, topology, links)
     return time.dispatch * 1e6, time.combine * 1e6
 
 

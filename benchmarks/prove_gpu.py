@@ -37,9 +37,9 @@ from serving.engine import Command, SetUp, engine
 from serving.network import Network
 from serving.server import counters
 
+from semmoe.live.watch import expected_lar
 from semmoe.plan import load_plan
-from semmoe.texts import held_out_prompts
-from semmoe.watch import expected_lar
+from semmoe.traces.texts import held_out_prompts
 
 ROOT = Path(__file__).parent.parent
 RANKS, NEW_TOKENS, ALONE, TOGETHER, CLIENTS = 2, 32, 24, 192, 32

@@ -27,7 +27,7 @@ from serving.engine import Engine, ServerError, SetUp, add_engine, engine
 from serving.network import Network, NetworkError, command_on, environment_of, slow_network
 from serving.server import PROBE, prompts
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.launch import command_line
 from semmoe.engines.transformers import verify
 from semmoe.engines.transformers.model import load_model
@@ -36,7 +36,7 @@ from semmoe.plan import load_plan, save_plan
 from semmoe.settings import GenerateSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
-from semmoe.trace import open_trace
+from semmoe.traces.trace import open_trace
 
 NODES, PORT, MEETING, REQUESTS, NEW_TOKENS = 2, 30000, 20000, 64, 8
 SEMMOE = [sys.executable, "-c", "from semmoe.cli import main; main()"]

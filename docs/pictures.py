@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.metrics import layer_traffic
+from semmoe.costs.metrics import layer_traffic
 
 BLUE, ORANGE, GREY, GREEN, RED = "#2f6fb3", "#c4661f", "#858b96", "#2e8b57", "#c8434b"
 KIND = (BLUE, ORANGE)

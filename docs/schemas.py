@@ -5,14 +5,14 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from semmoe import results
-from semmoe.calibration import Links
 from semmoe.checkpoint.relabel import Record as Relabelling
+from semmoe.costs.links import Links
 from semmoe.engines.counters import Activity
-from semmoe.engines.live.files import SwapStatus
-from semmoe.engines.recorder.files import Control, Status
+from semmoe.evaluation import results
+from semmoe.live.recorder.files import Control, Status
+from semmoe.live.status import SwapStatus
 from semmoe.plan import PlanHeader
-from semmoe.trace import TraceHeader
+from semmoe.traces.trace import TraceHeader
 
 FOLDER = Path(__file__).with_name("schemas")
 FILES = {

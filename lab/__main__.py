@@ -7,11 +7,11 @@ import typer
 from rich import box
 from rich.table import Table
 
-from semmoe import console
 from semmoe.cli import options
 from semmoe.cli.app import new_app
 from semmoe.cli.form import finite
-from semmoe.files import check_output
+from semmoe.io import console
+from semmoe.io.files import check_output
 from semmoe.settings import SEED
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -25,18 +25,18 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 
 from lab.pairs import measure_pairs
-from semmoe import cost
-from semmoe.calibration import Experts, Links, PairSpeeds, Tier, seconds_per_gigabyte
-from semmoe.copychoice import CopyChoice, copy_choice
-from semmoe.cost import LayerShape
+from semmoe.costs import timing
+from semmoe.costs.links import Experts, Links, PairSpeeds, Tier, seconds_per_gigabyte
+from semmoe.costs.metrics import layer_traffic
+from semmoe.costs.timing import LayerShape
 from semmoe.engines.transformers.config import expert_size, num_experts
 from semmoe.engines.transformers.model import load_model, moe_layers
 from semmoe.engines.transformers.parallel import LocalExperts
-from semmoe.metrics import layer_traffic
 from semmoe.placement import linear
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.runtime.launch import Reporter, run_ranks
+from semmoe.tokens.copychoice import CopyChoice, copy_choice
 from semmoe.topology import Topology
 
 TOKENS = (16, 64, 256, 1024, 4096)  # per rank
@@ -112,7 +112,7 @@ def _calibration(found: dict[str, Any], topology: Topology, name: str) -> Calibr
     if found["pairs"]:
         draft = draft.model_copy(update={"pairs": PairSpeeds(**found["pairs"]), "shared": False})
     links = _fit(samples, shape, draft, topology)
-    predicted = cost.layer_time(np.array(unseen.rows), unseen.busiest_pairs, shape, topology, links)
+    predicted = timing.layer_time(np.array(unseen.rows), unseen.busiest_pairs, shape, topology, links)
     return Calibration(links=links, shape=shape, predicted=predicted.total, measured=unseen.layer_seconds)
 
 
@@ -141,12 +141,12 @@ def _fit(samples: list[Sample], shape: LayerShape, links: Links, topology: Topol
     """`links` with times fitted to `samples`."""
     seconds = {part: np.array([sample.seconds[part] for sample in samples]) for part in PARTS}
     draft = seconds_per_gigabyte(links, topology)
-    rows = np.array([cost.busiest(np.array(sample.rows) * draft, links.shared) for sample in samples])
-    reduced = [cost.all_reduce_bytes(s.tokens, shape, len(s.rows), links) for s in samples]
+    rows = np.array([timing.busiest(np.array(sample.rows) * draft, links.shared) for sample in samples])
+    reduced = [timing.all_reduce_bytes(s.tokens, shape, len(s.rows), links) for s in samples]
     pairs = [sample.busiest_pairs for sample in samples]
     both_ways = [
-        (rows * cost.dispatch_row_bytes(shape, links), seconds["dispatch"]),
-        (rows * cost.combine_row_bytes(shape, links), seconds["combine"]),
+        (rows * timing.dispatch_row_bytes(shape, links), seconds["dispatch"]),
+        (rows * timing.combine_row_bytes(shape, links), seconds["combine"]),
     ]
     (dispatch_fixed, combine_fixed), per_byte = _lines(both_ways)
     (reduce_fixed,), per_reduced_byte = _lines([(np.array(reduced), seconds["all_reduce"])])

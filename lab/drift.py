@@ -5,7 +5,7 @@
     block         the first kinds, and from one third on the others
     gradual       from the first kinds to the others, with a share that rises from 0 to 1
 
-Kinds are the domains of held-out text (`semmoe.texts`). The first kinds are those that a plan is profiled on.
+Kinds are the domains of held-out text (`semmoe.traces.texts`). The first kinds are those that a plan is profiled on.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.dataset import Prompt, encode
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
 from semmoe.plan import save_plan
 from semmoe.settings import SolveSettings
 from semmoe.solver import solve
-from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
+from semmoe.traces.dataset import Prompt, encode
+from semmoe.traces.texts import held_out_prompts
 
 SHAPES = ("stable", "alternating", "block", "gradual")
 CHARS = 250  # of a prompt, at least

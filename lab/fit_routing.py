@@ -22,12 +22,12 @@ from lab.calibrate_routing import calibrate, shape_of
 from lab.routing_statistics import CLUSTERS, Statistics, fit
 from lab.synthetic_routing import Strengths, draw
 from semmoe.core import RoutingTrace
-from semmoe.replayer import replay
+from semmoe.evaluation.replay import replay
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.splitter import split
 from semmoe.topology import Topology
-from semmoe.trace import open_trace
+from semmoe.traces.split import split
+from semmoe.traces.trace import open_trace
 
 DIGITS = 4  # of what is written
 METHODS = ("linear", "eplb", "semmoe")

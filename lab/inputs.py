@@ -10,16 +10,16 @@ from typing import Any
 
 from lab.results import Part, parts
 from lab.subjects import field_of
+from semmoe.cli.demo import MODEL, demo_prompts
 from semmoe.core import Plan, RoutingTrace
-from semmoe.dataset import Prompt, encode, load_dataset
-from semmoe.demo import MODEL, demo_prompts
-from semmoe.files import read_limited
-from semmoe.npz import MAX_META_BYTES
+from semmoe.io.files import read_limited
+from semmoe.io.npz import MAX_META_BYTES
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
-from semmoe.trace import open_trace
+from semmoe.traces.dataset import Prompt, encode, load_dataset
+from semmoe.traces.texts import held_out_prompts
+from semmoe.traces.trace import open_trace
 
 PER_DOMAIN = 96  # texts of each kind, which the shipped model was not trained on
 MAX_TOKENS = 256  # of each

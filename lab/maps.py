@@ -9,9 +9,9 @@ from sklearn.manifold import TSNE
 
 from lab.inputs import Inputs, Source
 from lab.item import OTHER, PLAN, Cell, Comparison, Item, Result, panel
-from semmoe.affinity import token_counts
-from semmoe.concentration import quantiles
 from semmoe.core import RoutingTrace
+from semmoe.traces.affinity import token_counts
+from semmoe.traces.concentration import quantiles
 
 NEIGHBOURS = 5
 TYPES = 400  # token types shown, those that occur most

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from semmoe.capacity import improve_assignment
-from semmoe.copychoice import copy_choice
 from semmoe.core import Placement, Plan, RoutingTrace
-from semmoe.metrics import layer_traffic, max_over_mean, sum_traffic
+from semmoe.costs.metrics import layer_traffic, max_over_mean, sum_traffic
+from semmoe.evaluation.replay import cut_batches, token_groups, token_homes
+from semmoe.numeric.assignment import improve_assignment
 from semmoe.placement.joint import cocluster_requests
-from semmoe.replayer import cut_batches, token_groups, token_homes
 from semmoe.settings import ReplaySettings
+from semmoe.tokens.copychoice import copy_choice
 from semmoe.topology import Topology
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from semmoe.calibration import PairSpeeds
+from semmoe.costs.links import PairSpeeds
 from semmoe.runtime.collectives import Communicator
 
 SIZES = (1 << 10, 1 << 22)  # bytes of a message

@@ -7,14 +7,14 @@ import numpy as np
 from lab.inputs import Inputs, Source
 from lab.item import MODEL_DIFFERS, VANILLA, Cell, Comparison, Item, LackingError, Result, colour, panel
 from lab.methods import ALL, short
-from semmoe.methods import obstacle
-from semmoe.metrics import layer_traffic
+from semmoe.costs.metrics import layer_traffic
+from semmoe.evaluation.replay import ReplayResult, replay
 from semmoe.placement.linear import vanilla_plan
-from semmoe.replayer import ReplayResult, replay
+from semmoe.placement.methods import obstacle
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.splitter import split
 from semmoe.topology import Topology
+from semmoe.traces.split import split
 
 RANKS = 8
 NAMES = {"linear": "vanilla"}

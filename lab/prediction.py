@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from semmoe.affinity import token_counts
 from semmoe.core import RoutingTrace
-from semmoe.splitter import split
+from semmoe.traces.affinity import token_counts
+from semmoe.traces.split import split
 
 
 def prediction(trace: RoutingTrace, profile_share: float = 0.25, seed: int = 0) -> dict[str, Any]:

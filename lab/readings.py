@@ -11,8 +11,8 @@ the requests are compared with its activations in the rest by three readings:
 
 import numpy as np
 
-from semmoe.affinity import count
 from semmoe.core import RoutingTrace
+from semmoe.traces.affinity import count
 
 PRECISION = 0.963
 STEPS = 20  # least shares of a type's tokens that are tried: 1 / STEPS to 1

@@ -6,9 +6,9 @@ from lab.inputs import Inputs, Source
 from lab.item import MODEL_DIFFERS, Cell, Comparison, Item, Result, panel, span
 from lab.prediction import next_layer_hit_rate
 from lab.readings import readings
-from semmoe.affinity import pair_count
-from semmoe.concentration import concentration
-from semmoe.splitter import split
+from semmoe.traces.affinity import pair_count
+from semmoe.traces.concentration import concentration
+from semmoe.traces.split import split
 
 STATISTICS = ("f1", "cumulative_hotness", "max_other_hotness")
 QUANTILES = ("p25", "p50", "p75")

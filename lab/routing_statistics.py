@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from semmoe.affinity import count, pair_count
 from semmoe.core import RoutingTrace
-from semmoe.splitter import near_duplicates
+from semmoe.traces.affinity import count, pair_count
+from semmoe.traces.split import near_duplicates
 
 CLUSTERS = (2, 4, 8, 16, 32)
 QUANTILES = np.linspace(0, 1, 11)

@@ -13,7 +13,7 @@ from typing import Any
 from lab import maps, plans, routing, runtime, serving
 from lab.inputs import Inputs
 from lab.item import Item, LackingError, Result
-from semmoe.files import atomic_file
+from semmoe.io.files import atomic_file
 
 EVERY = (*routing.ITEMS, *maps.ITEMS, *plans.ITEMS, *runtime.ITEMS, *serving.ITEMS)
 ITEMS: dict[str, Item] = {

@@ -13,9 +13,9 @@ from lab.inputs import Inputs
 from lab.item import PLAN, VANILLA, Cell, Comparison, Item, Result, colour, legend, panel
 from lab.layer import layer_parts
 from lab.methods import short
-from semmoe.bounds import arrays_of
+from semmoe.cli.demo import MODEL, demo_prompts
 from semmoe.core import Placement, Plan
-from semmoe.demo import MODEL, demo_prompts
+from semmoe.io.bounds import arrays_of
 from semmoe.settings import DemoSettings, GenerateSettings
 from semmoe.topology import Topology
 

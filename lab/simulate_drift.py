@@ -24,19 +24,19 @@ import numpy as np
 
 from lab import drift
 from lab.node_traffic import local_pairs
-from semmoe import watch
-from semmoe.adapt.loop import Adapter
-from semmoe.adapt.solving import Found, find
+from semmoe.cli.demo import MODEL
 from semmoe.core import Plan, RoutingTrace
-from semmoe.demo import MODEL
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.online import live_settings, start
+from semmoe.evaluation.online import live_settings, start
+from semmoe.live import watch
+from semmoe.live.adapt import Adapter
+from semmoe.live.solving import Found, find
 from semmoe.plan import load_plan
 from semmoe.requests.scheduler import RequestScheduler
 from semmoe.settings import AdaptSettings
-from semmoe.trace import save_trace
+from semmoe.traces.trace import save_trace
 
 RUNNING, PARTS, ATTENTION = 8, 12, "dp"
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from semmoe.bounds import Declared
 from semmoe.core import Evidence, Plan, RoutingTrace
+from semmoe.io.bounds import Declared
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.slices import ByPosition, ScoreEvidence
 from semmoe.topology import Fingerprint, Topology

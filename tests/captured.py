@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from semmoe.core import Plan
-from semmoe.engines.recorder.passes import PassRecorder
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
+from semmoe.live.recorder.passes import PassRecorder
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.copies import RankCopies
 from semmoe.runtime.shuffler import Shuffler

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from semmoe.copychoice import copy_choice
 from semmoe.core import Plan
 from semmoe.engines.transformers.parallel import ParallelModel
 from semmoe.runtime.shuffler import Shuffler
+from semmoe.tokens.copychoice import copy_choice
 
 
 class LiveExperts:
-    """See `semmoe.engines.live.swap.Experts`."""
+    """See `semmoe.live.swap.Experts`."""
 
     def __init__(self, model: ParallelModel) -> None:
         self._model, self._next = model, model.plan

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 
 # Wide initial weights: router scores and logits far enough apart that a fault, not a near-tie, changes an output.

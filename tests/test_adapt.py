@@ -7,19 +7,18 @@ import numpy as np
 import pytest
 from synthetic import planted_trace
 
-from semmoe import live, watch
-from semmoe.adapt import solving
-from semmoe.adapt.loop import LOOKS_PER_WINDOW, Adapter, confirm, judge, wants
-from semmoe.adapt.solving import PARTS, Found, by_age, find, score, solve_aside
 from semmoe.core import RoutingTrace
-from semmoe.online import schedule_live
+from semmoe.evaluation.online import schedule_live
+from semmoe.evaluation.replay import replay
+from semmoe.live import client, solving, watch
+from semmoe.live.adapt import LOOKS_PER_WINDOW, Adapter, confirm, judge, wants
+from semmoe.live.solving import PARTS, Found, by_age, find, score, solve_aside
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import load_plan, save_plan
-from semmoe.replayer import replay
 from semmoe.settings import AdaptSettings, CoclusterSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Fingerprint, Topology
-from semmoe.trace import open_trace, save_trace
+from semmoe.traces.trace import open_trace, save_trace
 
 MODEL = Fingerprint(
     model="m", architecture_hash="a", tokenizer_hash="t", num_layers=2, num_experts=4, top_k=2, vocab_size=16
@@ -116,8 +115,8 @@ class Taped:
 
     def __init__(self, monkeypatch, interrupted_at=None):
         self.now, self.begun, self.ended, self.interrupted_at = 0.0, None, [], interrupted_at
-        monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-        monkeypatch.setattr(live, "recorder_control", self)
+        monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(client, "recorder_control", self)
 
     def sleep(self, seconds):
         self.now += seconds
@@ -143,7 +142,7 @@ class Taped:
 @pytest.mark.parametrize(("requests", "seconds"), [(20, 10.0), (10_000, 30.0)])
 def test_requests_are_recorded_until_they_are_enough_or_it_is_late(requests, seconds, tmp_path, monkeypatch):
     tape = Taped(monkeypatch)
-    live.Served("url", tmp_path).record(tmp_path / "trace", requests, 30.0)
+    client.Served("url", tmp_path).record(tmp_path / "trace", requests, 30.0)
     assert (tape.now, tape.begun, tape.ended) == (seconds, None, [tmp_path / "trace"])
 
 
@@ -151,23 +150,23 @@ def test_requests_are_recorded_until_they_are_enough_or_it_is_late(requests, sec
 def test_a_loop_that_is_ended_leaves_no_recording_on(at, tmp_path, monkeypatch):
     """Also where no request was recorded, which ends in an error of its own."""
     tape = Taped(monkeypatch, interrupted_at=at)
-    monkeypatch.setattr(live, "COUNT_POLL", 0.0 if at == 0 else 0.5)
+    monkeypatch.setattr(client, "COUNT_POLL", 0.0 if at == 0 else 0.5)
     with pytest.raises(KeyboardInterrupt):
-        live.Served("url", tmp_path).record(tmp_path / "trace", 20, 30.0)
+        client.Served("url", tmp_path).record(tmp_path / "trace", 20, 30.0)
     assert tape.ended == [tmp_path / "trace"]
 
 
 def test_a_recording_of_nothing_fails(tmp_path, monkeypatch):
     tape = Taped(monkeypatch)
     with pytest.raises(ValueError, match="no request that has ended"):
-        live.Served("url", tmp_path).record(tmp_path / "trace", 20, 0.0)
+        client.Served("url", tmp_path).record(tmp_path / "trace", 20, 0.0)
     assert tape.ended == [tmp_path / "trace"]
 
 
 @pytest.mark.parametrize("state", ["done", "refused"])
 def test_a_swap_that_is_not_done_is_an_error(state, tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "swap", lambda *of: SimpleNamespace(state=state, reason="no memory"))
-    served = live.Served("url", tmp_path)
+    monkeypatch.setattr(client, "swap", lambda *of: SimpleNamespace(state=state, reason="no memory"))
+    served = client.Served("url", tmp_path)
     if state == "done":
         served.swap(None)
     else:

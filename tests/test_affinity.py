@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from synthetic import make_trace, random_trace
 
 from lab.methods.grouping import paths_of
-from semmoe.affinity import expert_load, nearest_profiled, request_counts, token_counts
+from semmoe.traces.affinity import expert_load, nearest_profiled, request_counts, token_counts
 
 
 def hand_trace():

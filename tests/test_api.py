@@ -12,7 +12,8 @@ import semmoe
 
 def test_the_verbs_are_functions_whatever_is_imported_first():
     code = (
-        "import semmoe.solver, semmoe.replayer, semmoe.splitter, semmoe.engines.transformers.profile, semmoe;"
+        "import semmoe.solver, semmoe.evaluation.replay, semmoe.traces.split, semmoe;"
+        "import semmoe.engines.transformers.profile;"
         "verbs = 'open_trace profile split solve replay compare load_plan save_plan'.split();"
         "print([name for name in verbs if not callable(getattr(semmoe, name))])"
     )
@@ -58,6 +59,6 @@ def test_profile_records_what_the_shipped_model_routes(tmp_path):
 
 
 def tiny():
-    from semmoe.demo import MODEL
+    from semmoe.cli.demo import MODEL
 
     return MODEL

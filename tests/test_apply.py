@@ -17,8 +17,8 @@ from semmoe.checkpoint.directory import open_checkpoint
 from semmoe.checkpoint.engine_maps import write_sglang
 from semmoe.checkpoint.relabel import RECORD, Record
 from semmoe.cli import app
+from semmoe.cli.demo import MODEL
 from semmoe.core import Placement, Plan
-from semmoe.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.model import load_model
 from semmoe.plan import load_plan, save_plan

@@ -11,7 +11,7 @@ from semmoe.engines.balancer import RequestBalancer
 from semmoe.engines.counters import Counters
 from semmoe.engines.requests import RequestNamer
 from semmoe.engines.sglang import requests as sglang_requests
-from semmoe.methods.paper_policies import PaperTable
+from semmoe.paper.policies import PaperTable
 from semmoe.placement.linear import place, vanilla_plan
 from semmoe.requests.policy import PromptScores
 from semmoe.tokens.slices import ByPosition

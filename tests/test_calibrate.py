@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 from ports import free_port
 
-from semmoe import cost
-from semmoe.calibration import Experts, Links, PhaseLinks, Tier, load_links
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
+from semmoe.costs import timing
+from semmoe.costs.links import Experts, Links, PhaseLinks, Tier, load_links
 from semmoe.engines.transformers import calibrate as calibration
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.expectation import expect
-from semmoe.files import save_json
-from semmoe.online import schedule_batch
+from semmoe.evaluation.forecast import expect
+from semmoe.evaluation.online import schedule_batch
+from semmoe.evaluation.replay import replay
+from semmoe.io.files import save_json
 from semmoe.placement.problem import Problem
-from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.splitter import split
-from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
+from semmoe.traces.split import split
+from semmoe.traces.texts import held_out_prompts
 
 
 def test_a_fit_by_hand():
@@ -101,7 +101,7 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
         routing_bytes=8, experts=Experts(fixed_us=0, teraflops=1),
         inside_node=Tier(dispatch_latency_us=0, combine_latency_us=0, gigabytes_per_second=1),
     )  # fmt: skip
-    shape = cost.LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
+    shape = timing.LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
     whole = ReplaySettings(batch_tokens=trace.num_tokens, batches="prefill")
     held_out, seen = split(trace, 0.2, quick.seed)
     for method in ("linear", "semmoe"):
@@ -112,7 +112,7 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
 
         def forecast(groups=None, plan=up.plan):
             rows = replay(held_out, plan, whole, groups).rows_per_batch(links.all_to_all).mean(axis=0)
-            return f.num_layers * cost.all_to_all_bytes(rows, shape, links)
+            return f.num_layers * timing.all_to_all_bytes(rows, shape, links)
 
         stated = f.num_layers * np.array(expected["bytes_per_rank_pair"])  # whole bytes of each layer
         np.testing.assert_allclose(stated, forecast(), atol=f.num_layers)

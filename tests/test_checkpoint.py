@@ -22,8 +22,8 @@ from semmoe.checkpoint.directory import open_checkpoint
 from semmoe.checkpoint.layout import find_moe_layers
 from semmoe.checkpoint.relabel import RECORD, Record, relabel, write_relabelled
 from semmoe.checkpoint.shards import CHUNK_BYTES, Tensor, read_shard, write_shard
+from semmoe.cli.demo import MODEL
 from semmoe.core import Placement, Plan
-from semmoe.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.tokenizer import load_tokenizer

@@ -16,16 +16,16 @@ from safetensors.numpy import load_file, save_file
 from synthetic import make_trace, random_trace
 from typer.testing import CliRunner
 
-from semmoe.calibration import load_links
 from semmoe.cli import app
 from semmoe.cli.app import install_hint
+from semmoe.cli.demo import MODEL
 from semmoe.core import DECODE
-from semmoe.demo import MODEL
+from semmoe.costs.links import load_links
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.files import save_json
-from semmoe.methods import METHODS
+from semmoe.io.files import save_json
+from semmoe.placement.methods import METHODS
 from semmoe.plan import load_plan
-from semmoe.trace import open_trace, save_trace
+from semmoe.traces.trace import open_trace, save_trace
 
 PROMPTS = [f"def function_{i}(argument):\n    return argument + {i} # {'text ' * (i % 5)}\n" for i in range(24)]
 
@@ -466,9 +466,10 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
             refused(scheduling, f"method {method} does not apply", "attention groups")
 
 
+NO_SOLVE = "from semmoe.placement.methods import Method\n\nMETHOD = Method(__name__)\n"
 OWN_METHOD = """from pathlib import Path
 
-from semmoe.methods import Method
+from semmoe.placement.methods import Method
 from semmoe.placement.linear import solve
 
 METHOD = Method(__name__, copies=True)
@@ -484,7 +485,7 @@ def own_package(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "striped.py").write_text(OWN_METHOD)
     (folder / "empty.py").touch()
-    (folder / "without_solve.py").write_text("from semmoe.methods import Method\n\nMETHOD = Method(__name__)\n")
+    (folder / "without_solve.py").write_text(NO_SOLVE)
     (folder / "broken.py").write_text('raise RuntimeError("first line\\nsecond line")\n')
     monkeypatch.syspath_prepend(tmp_path)
     return name

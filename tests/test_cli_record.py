@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from semmoe.cli import app
 from semmoe.core import PREFILL
 from semmoe.engines.private import open_folder
-from semmoe.engines.recorder import control
-from semmoe.engines.recorder.files import Status, read_control, refuse, write_status
-from semmoe.engines.recorder.memory import Rows
-from semmoe.engines.recorder.recorder import LiveRecorder
-from semmoe.trace import open_trace
+from semmoe.live.recorder import control
+from semmoe.live.recorder.files import Status, read_control, refuse, write_status
+from semmoe.live.recorder.memory import Rows
+from semmoe.live.recorder.recorder import LiveRecorder
+from semmoe.traces.trace import open_trace
 
 F = make_fingerprint(vocab_size=50, num_layers=2, num_experts=8, top_k=2)
 LENGTH = 12
@@ -267,8 +267,8 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from semmoe.topology import Fingerprint
-from semmoe.engines.recorder.memory import Rows
-from semmoe.engines.recorder.recorder import LiveRecorder
+from semmoe.live.recorder.memory import Rows
+from semmoe.live.recorder.recorder import LiveRecorder
 recorder = LiveRecorder(Path(sys.argv[1]), Fingerprint(model="m", architecture_hash="a", tokenizer_hash="t",
                         vocab_size=50, num_layers=2, num_experts=8, top_k=2), 0)
 print("ready", flush=True)

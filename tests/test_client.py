@@ -9,10 +9,10 @@ import pytest
 from test_swap_command import folder  # noqa: F401  a fixture
 from typer.testing import CliRunner
 
-from semmoe import client, watch
-from semmoe.adapt.loop import Adapter
 from semmoe.cli import app
-from semmoe.client import Client, make_client
+from semmoe.live import http, watch
+from semmoe.live.adapt import Adapter
+from semmoe.live.http import Client, make_client
 
 SECRET = "sesame-0123456789"
 PAGE = b"""# TYPE vllm:lora_requests_info gauge
@@ -138,7 +138,7 @@ def test_odd_labels_and_values_are_read(gateway):
 
 
 def test_a_page_without_end_is_bounded(gateway, monkeypatch):
-    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1 << 20)
     server = gateway(metrics(PAGE + b"# " + b"x" * (1 << 20)))
     assert "the answer has more than 1 MB" in refused("watch", server.url, "--once")
 

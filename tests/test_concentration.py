@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_trace, random_trace
 
-from semmoe.concentration import concentration, quantiles, token_statistics
+from semmoe.traces.concentration import concentration, quantiles, token_statistics
 
 
 def test_hotness_of_the_docstring_s_example():

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from semmoe.cli import app
 from semmoe.plan import load_plan
-from semmoe.trace import save_trace
+from semmoe.traces.trace import save_trace
 
 
 def run(*words):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from test_metrics import random_placement
 from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 
-from semmoe.copychoice import CopyChoice, copy_choice, preferred_copies
 from semmoe.core import Placement, Plan
-from semmoe.metrics import layer_traffic
+from semmoe.costs.metrics import layer_traffic
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime.copies import cover_copies, rank_copies
+from semmoe.tokens.copychoice import CopyChoice, copy_choice, preferred_copies
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe import cost
-from semmoe.calibration import Experts, Links, PairSpeeds, Tier, load_links, row_costs, seconds_per_gigabyte, shipped
-from semmoe.cost import LayerShape, LayerTime, Prediction
-from semmoe.metrics import uniform_remote_ranks
+from semmoe.costs import timing
+from semmoe.costs.links import Experts, Links, PairSpeeds, Tier, load_links, row_costs, seconds_per_gigabyte, shipped
+from semmoe.costs.metrics import uniform_remote_ranks
+from semmoe.costs.timing import LayerShape, LayerTime, Prediction
 from semmoe.topology import Topology
 
 # Rows of 1,000 bytes each way, no latency, 1 GB/s.
@@ -38,20 +38,20 @@ def links_with(**changes) -> Links:
 
 def test_the_worked_example_of_the_module():
     rows = np.array([[0, 3000], [1000, 0]])
-    time = cost.layer_time(rows, 0, KILOBYTE, Topology(ep_size=2), LINKS)
+    time = timing.layer_time(rows, 0, KILOBYTE, Topology(ep_size=2), LINKS)
     assert (time.dispatch, time.combine) == pytest.approx((3e-3, 3e-3))
-    shared = cost.layer_time(rows, 0, KILOBYTE, Topology(ep_size=2), links_with(shared=True))
+    shared = timing.layer_time(rows, 0, KILOBYTE, Topology(ep_size=2), links_with(shared=True))
     assert (shared.dispatch, shared.combine) == pytest.approx((4e-3, 4e-3))
 
 
 def test_a_rank_that_receives_from_all_is_the_slowest():
     rows = np.array([[0, 2000, 0], [0, 0, 0], [0, 2000, 0]])
-    assert cost.layer_time(rows, 0, KILOBYTE, Topology(ep_size=3), LINKS).dispatch == pytest.approx(4e-3)
+    assert timing.layer_time(rows, 0, KILOBYTE, Topology(ep_size=3), LINKS).dispatch == pytest.approx(4e-3)
 
 
 def test_experts_take_a_fixed_time_and_six_operations_for_each_weight_of_the_busiest_rank():
     """60,000 operations a pair (hidden 1,000, width 10), 0.01 Tflop/s: 6 us a pair."""
-    time = cost.layer_time(np.zeros((2, 2)), 10, KILOBYTE, Topology(ep_size=2), LINKS)
+    time = timing.layer_time(np.zeros((2, 2)), 10, KILOBYTE, Topology(ep_size=2), LINKS)
     assert time.experts == pytest.approx(65e-6)
     assert (time.communication, time.total) == pytest.approx((0, 65e-6))
 
@@ -59,10 +59,10 @@ def test_experts_take_a_fixed_time_and_six_operations_for_each_weight_of_the_bus
 def test_two_nodes_of_two_ranks_overlap_their_tiers():
     """Rank 0 sends 3 MB to its neighbour and 1 MB to each rank of the other node, at half the bandwidth: 3 and 4 ms."""
     rows = np.array([[9999, 3000, 1000, 1000], [0] * 4, [0] * 4, [0] * 4])
-    time = cost.layer_time(rows, 0, KILOBYTE, Topology(ep_size=4, num_nodes=2), TWO_NODES)
+    time = timing.layer_time(rows, 0, KILOBYTE, Topology(ep_size=4, num_nodes=2), TWO_NODES)
     assert time.dispatch == pytest.approx(5e-3 + 7e-6)
     assert time.combine == pytest.approx(5e-3 + 9e-6)
-    shared = cost.layer_time(
+    shared = timing.layer_time(
         rows, 0, KILOBYTE, Topology(ep_size=4, num_nodes=2), links_with(between_nodes=BETWEEN, shared=True)
     )
     assert shared.dispatch == pytest.approx(7e-3 + 7e-6)
@@ -72,7 +72,7 @@ def test_latency_grows_with_every_doubling_of_nodes():
     """8 nodes are three doublings; the rows take 1 MB at 0.5 GB/s."""
     rows = np.zeros((8, 8))
     rows[0, 7] = 1000
-    time = cost.layer_time(rows, 0, KILOBYTE, Topology(ep_size=8, num_nodes=8), TWO_NODES)
+    time = timing.layer_time(rows, 0, KILOBYTE, Topology(ep_size=8, num_nodes=8), TWO_NODES)
     assert time.dispatch == pytest.approx(2e-3 + 3 * 7e-6)
 
 
@@ -85,7 +85,7 @@ def test_pairs_of_nodes_may_have_speeds_of_their_own():
     topology = Topology(ep_size=6, num_nodes=3)
     rows = np.zeros((6, 6))
     rows[0, [2, 4]] = 1000
-    assert cost.layer_time(rows, 0, KILOBYTE, topology, links).dispatch == pytest.approx(2.5e-3 + np.log2(3) * 7e-6)
+    assert timing.layer_time(rows, 0, KILOBYTE, topology, links).dispatch == pytest.approx(2.5e-3 + np.log2(3) * 7e-6)
     seconds = seconds_per_gigabyte(links, topology)
     assert (seconds[0, 1], seconds[0, 2], seconds[0, 5]) == (1.0, 0.5, 2.0)
     costs = row_costs(links, topology)
@@ -95,7 +95,7 @@ def test_pairs_of_nodes_may_have_speeds_of_their_own():
 def test_pairs_of_ranks_replace_the_tiers_and_add_latency():
     pairs = PairSpeeds(gigabytes_per_second=[[1.0, 4.0], [2.0, 1.0]], latency_us=[[0.0, 3.0], [8.0, 0.0]])
     rows = np.array([[0, 1000], [1000, 0]])
-    time = cost.layer_time(rows, 0, KILOBYTE, Topology(ep_size=2), links_with(pairs=pairs))
+    time = timing.layer_time(rows, 0, KILOBYTE, Topology(ep_size=2), links_with(pairs=pairs))
     assert time.dispatch == pytest.approx(0.5e-3 + 8e-6)
 
 
@@ -112,9 +112,9 @@ def test_pairs_of_other_sizes_are_refused():
 
 def test_bytes_count_hidden_states_both_ways_and_routing_one_way():
     links = links_with(dispatch_bytes_per_value=1, combine_bytes_per_value=2, routing_bytes=8)
-    assert cost.dispatch_row_bytes(KILOBYTE, links) == 1000 + 2 * 8
-    assert cost.combine_row_bytes(KILOBYTE, links) == 2000
-    bytes_ = cost.all_to_all_bytes(np.array([[0, 3], [1, 0]]), KILOBYTE, links)
+    assert timing.dispatch_row_bytes(KILOBYTE, links) == 1000 + 2 * 8
+    assert timing.combine_row_bytes(KILOBYTE, links) == 2000
+    bytes_ = timing.all_to_all_bytes(np.array([[0, 3], [1, 0]]), KILOBYTE, links)
     assert bytes_.tolist() == [[0, 3 * 1016 + 1 * 2000], [1 * 1016 + 3 * 2000, 0]]
 
 
@@ -123,25 +123,25 @@ def test_an_all_reduce_by_hand():
 
     2 * 1/2 of half the rows, 50 kB, between nodes, at 0.25 GB/s.
     """
-    one = cost.all_reduce_time(100, 10, KILOBYTE, Topology(ep_size=4), LINKS)
+    one = timing.all_reduce_time(100, 10, KILOBYTE, Topology(ep_size=4), LINKS)
     assert one == LayerTime(0, pytest.approx(65e-6), 0, pytest.approx(150e-6))
-    shared = cost.all_reduce_time(100, 10, KILOBYTE, Topology(ep_size=4), links_with(shared=True))
+    shared = timing.all_reduce_time(100, 10, KILOBYTE, Topology(ep_size=4), links_with(shared=True))
     assert shared.all_reduce == pytest.approx(600e-6)
-    two = cost.all_reduce_time(100, 10, KILOBYTE, Topology(ep_size=4, num_nodes=2), TWO_NODES)
+    two = timing.all_reduce_time(100, 10, KILOBYTE, Topology(ep_size=4, num_nodes=2), TWO_NODES)
     assert two.all_reduce == pytest.approx(100e-6 + 200e-6 + 11e-6)
-    apart = cost.all_reduce_time(100, 10, KILOBYTE, Topology(ep_size=2, num_nodes=2), TWO_NODES)
+    apart = timing.all_reduce_time(100, 10, KILOBYTE, Topology(ep_size=2, num_nodes=2), TWO_NODES)
     assert apart.all_reduce == pytest.approx(400e-6 + 11e-6)
 
 
 def test_one_rank_reduces_nothing():
-    assert cost.all_reduce_time(100, 0, KILOBYTE, Topology(ep_size=1), LINKS).all_reduce == 0
+    assert timing.all_reduce_time(100, 0, KILOBYTE, Topology(ep_size=1), LINKS).all_reduce == 0
 
 
 def test_layers_are_predicted_one_by_one():
     """Rank 0 is busy in one layer and rank 1 in the other: averaged first they would seem balanced."""
     rows = np.array([[[0, 0, 2000], [0, 0, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 2000], [0, 0, 0]]])
     rows[1, 1] = [2000, 0, 0]
-    found = cost.predict("m", rows, np.array([10, 30]), KILOBYTE, Topology(ep_size=3), LINKS)
+    found = timing.predict("m", rows, np.array([10, 30]), KILOBYTE, Topology(ep_size=3), LINKS)
     assert found.time == LayerTime(pytest.approx(2e-3), pytest.approx(125e-6), pytest.approx(2e-3), 0)
     assert found.rows.tolist() == [[0, 0, 1000], [1000, 0, 0], [0, 0, 0]]
     assert (found.method, found.busiest_pairs) == ("m", 20)
@@ -158,7 +158,7 @@ def draw_rows(topology, seed) -> np.ndarray:
 @given(TOPOLOGIES, st.integers(0, 9999), st.booleans())
 def test_an_all_to_all_agrees_with_loops(topology, seed, shared):
     rows, links = draw_rows(topology, seed), TWO_NODES.model_copy(update={"shared": shared})
-    time = cost.layer_time(rows, 0, KILOBYTE, topology, links)
+    time = timing.layer_time(rows, 0, KILOBYTE, topology, links)
     inside, between = links.inside_node, links.between_nodes
     assert time.dispatch == pytest.approx(
         oracles.exchange_seconds(rows * 1000, topology, [(0, inside.gigabytes_per_second), (7e-6, 0.5)], shared)
@@ -172,19 +172,19 @@ def test_an_all_to_all_agrees_with_loops(topology, seed, shared):
 def test_more_rows_or_pairs_are_never_faster(topology, seed, more, shared):
     links = TWO_NODES.model_copy(update={"shared": shared})
     rows = draw_rows(topology, seed)
-    fewer = cost.layer_time(rows, 10, KILOBYTE, topology, links)
-    time = cost.layer_time(rows + draw_rows(topology, more), 11, KILOBYTE, topology, links)
+    fewer = timing.layer_time(rows, 10, KILOBYTE, topology, links)
+    time = timing.layer_time(rows + draw_rows(topology, more), 11, KILOBYTE, topology, links)
     assert time.dispatch >= fewer.dispatch
     assert time.combine >= fewer.combine
     assert time.experts > fewer.experts
-    assert cost.all_reduce_time(11, 0, KILOBYTE, topology, links).total >= (
-        cost.all_reduce_time(10, 0, KILOBYTE, topology, links).total
+    assert timing.all_reduce_time(11, 0, KILOBYTE, topology, links).total >= (
+        timing.all_reduce_time(10, 0, KILOBYTE, topology, links).total
     )
 
 
 @given(TOPOLOGIES)
 def test_what_stays_at_home_costs_nothing_not_even_latency(topology):
-    time = cost.layer_time(np.diag([10] * topology.ep_size), 0, KILOBYTE, topology, TWO_NODES)
+    time = timing.layer_time(np.diag([10] * topology.ep_size), 0, KILOBYTE, topology, TWO_NODES)
     assert (time.dispatch, time.combine) == (0, 0)
 
 
@@ -194,8 +194,8 @@ def test_names_of_ranks_inside_a_node_and_of_nodes_do_not_matter(topology, seed,
     links = TWO_NODES.model_copy(update={"shared": shared})
     nodes = np.arange(topology.ep_size).reshape(topology.num_nodes, -1)
     order = np.concatenate([rng.permutation(node) for node in rng.permutation(nodes)])
-    renamed = cost.layer_time(rows[np.ix_(order, order)], 0, KILOBYTE, topology, links)
-    assert renamed.total == pytest.approx(cost.layer_time(rows, 0, KILOBYTE, topology, links).total)
+    renamed = timing.layer_time(rows[np.ix_(order, order)], 0, KILOBYTE, topology, links)
+    assert renamed.total == pytest.approx(timing.layer_time(rows, 0, KILOBYTE, topology, links).total)
 
 
 @given(TOPOLOGIES, st.integers(0, 9999), st.integers(2, 9))
@@ -207,18 +207,18 @@ def test_without_latency_time_is_proportional_to_rows_and_bandwidth(topology, se
         TIER.model_copy(update={"gigabytes_per_second": factor}),
         BETWEEN.model_copy(update={**free, "gigabytes_per_second": 0.5 * factor}),
     )
-    once = cost.layer_time(rows, 0, KILOBYTE, topology, links).communication
-    assert cost.layer_time(factor * rows, 0, KILOBYTE, topology, links).communication == pytest.approx(factor * once)
+    once = timing.layer_time(rows, 0, KILOBYTE, topology, links).communication
+    assert timing.layer_time(factor * rows, 0, KILOBYTE, topology, links).communication == pytest.approx(factor * once)
     faster = links_with(inside_node=fast[0], between_nodes=fast[1])
-    assert cost.layer_time(factor * rows, 0, KILOBYTE, topology, faster).communication == pytest.approx(once)
+    assert timing.layer_time(factor * rows, 0, KILOBYTE, topology, faster).communication == pytest.approx(once)
 
 
 def test_links_that_know_no_nodes_refuse_several():
     topology = Topology(ep_size=4, num_nodes=2)
     with pytest.raises(ValueError, match="links 'by hand' say nothing of several nodes"):
-        cost.layer_time(np.ones((4, 4)), 0, KILOBYTE, topology, LINKS)
+        timing.layer_time(np.ones((4, 4)), 0, KILOBYTE, topology, LINKS)
     with pytest.raises(ValueError, match="say nothing of several nodes"):
-        cost.all_reduce_time(10, 0, KILOBYTE, topology, LINKS)
+        timing.all_reduce_time(10, 0, KILOBYTE, topology, LINKS)
     with pytest.raises(ValueError, match=r"H200 NVLink, one node.*several nodes"):
         load_links("h200-nvlink", Topology(ep_size=4, num_nodes=2))
 
@@ -239,7 +239,7 @@ def test_h200_links_reproduce_the_published_table():
         remote = uniform_remote_ranks(8, experts, shape.top_k)
         for tokens, dispatch, combine in points:
             rows = np.full((8, 8), tokens * remote / 7)
-            time = cost.layer_time(rows, 0, shape, Topology(ep_size=8), links)
+            time = timing.layer_time(rows, 0, shape, Topology(ep_size=8), links)
             errors += [time.dispatch * 1e6 / dispatch - 1, time.combine * 1e6 / combine - 1]
     assert len(errors) == 12
     assert np.abs(errors).max() < 0.25
@@ -248,7 +248,7 @@ def test_h200_links_reproduce_the_published_table():
 
 def test_h200_experts_reproduce_the_published_time():
     """Fused MoE of Qwen3-30B-A3B's shape, EP8, 8,192 tokens a rank, balanced: 0.57 ms."""
-    time = cost.layer_time(np.zeros((8, 8)), 8192 * 8, QWEN3, Topology(ep_size=8), load_links("h200-nvlink"))
+    time = timing.layer_time(np.zeros((8, 8)), 8192 * 8, QWEN3, Topology(ep_size=8), load_links("h200-nvlink"))
     assert time.experts == pytest.approx(570e-6, rel=0.01)
 
 
@@ -325,7 +325,7 @@ LINEAR, EPLB = predicted("linear", 60, 60), predicted("eplb", 60, 40)
     ],
 )  # fmt: skip
 def test_the_verdict_names_its_reason(communication, experts, worth, words):
-    found = cost.verdict(predicted("ours", communication, experts), [LINEAR, EPLB])
+    found = timing.verdict(predicted("ours", communication, experts), [LINEAR, EPLB])
     assert found.worth_it == worth
     assert found.sentence.startswith(words)
     assert found.sentence.endswith("per layer, against eplb)")
@@ -335,32 +335,32 @@ def test_the_verdict_names_its_reason(communication, experts, worth, words):
 
 def test_the_gain_of_a_pass_by_hand():
     """A pass of 100 ms, 40 ms in all-to-alls: a saving of 30 % takes 12 ms away and leaves 88."""
-    assert cost.end_to_end(0.4, 0.3) == pytest.approx(100 / 88)
-    assert cost.end_to_end(0.4, 0.0) == 1
-    assert cost.end_to_end(0.4, -0.25) == pytest.approx(100 / 110)
+    assert timing.end_to_end(0.4, 0.3) == pytest.approx(100 / 88)
+    assert timing.end_to_end(0.4, 0.0) == 1
+    assert timing.end_to_end(0.4, -0.25) == pytest.approx(100 / 110)
 
 
 def test_the_verdict_is_against_the_best_alternative():
     ours = predicted("ours", 40, 40)
     without = LayerTime(0, 30e-6, 0, 35e-6)
-    found = cost.verdict(ours, [LINEAR, EPLB], without)
+    found = timing.verdict(ours, [LINEAR, EPLB], without)
     assert (found.worth_it, found.against) == (False, "expert parallelism without all-to-all")
     assert found.gain == pytest.approx(1 - 80 / 65)
     assert "these links" in found.sentence
-    slow = cost.verdict(ours, [LINEAR, EPLB], replace(without, all_reduce=1))
+    slow = timing.verdict(ours, [LINEAR, EPLB], replace(without, all_reduce=1))
     assert (slow.worth_it, slow.against) == (True, "eplb")
 
 
 def test_nothing_to_gain_where_nothing_takes_time():
     nothing = predicted("linear", 0, 0)
-    found = cost.verdict(nothing, [nothing])
+    found = timing.verdict(nothing, [nothing])
     assert (found.worth_it, found.gain) == (False, 0)
     assert found.sentence.startswith("not worth it: nothing travels between ranks (")
 
 
 def test_times_for_json_are_microseconds_by_part():
     told = {"dispatch_us": 1, "experts_us": 2, "combine_us": 3, "all_reduce_us": 4, "hooks_us": 5}
-    found = cost.microseconds(LayerTime(1e-6, 2e-6, 3e-6, 4e-6, 5e-6))
+    found = timing.microseconds(LayerTime(1e-6, 2e-6, 3e-6, 4e-6, 5e-6))
     assert found == pytest.approx({**told, "all_to_all_us": 4, "layer_us": 15})
 
 
@@ -373,15 +373,15 @@ def test_what_semmoe_s_own_kernels_take(attention, tokens, copies, us):
     """Measured: 3.2 to 9.0, 44.7 and 88.8 us; 208 of 244 in passes over 8,192 rows of prompts."""
     topology = Topology.for_attention(attention, 8)
     gpu, cpu = load_links("h100-nvlink"), LINKS
-    assert cost.hooks(tokens, topology, copies, gpu) == pytest.approx(1e-6 * us)
-    assert cost.hooks(tokens, topology, copies) == cost.hooks(tokens, topology, copies, gpu)
-    assert cost.hooks(tokens, topology, copies, cpu) == 0
+    assert timing.hooks(tokens, topology, copies, gpu) == pytest.approx(1e-6 * us)
+    assert timing.hooks(tokens, topology, copies) == timing.hooks(tokens, topology, copies, gpu)
+    assert timing.hooks(tokens, topology, copies, cpu) == 0
 
 
 def test_what_they_take_can_cost_what_locality_saves():
     ours = predicted("ours", 55, 40)
-    assert cost.verdict(ours, [EPLB]).worth_it
-    charged = cost.verdict(replace(ours, time=replace(ours.time, hooks=9.2e-6)), [EPLB])
+    assert timing.verdict(ours, [EPLB]).worth_it
+    charged = timing.verdict(replace(ours, time=replace(ours.time, hooks=9.2e-6)), [EPLB])
     assert (charged.worth_it, charged.gain) == (False, pytest.approx(-0.042))
     assert charged.sentence == (
         "not worth it: what locality saves, semmoe's own kernels cost (communication 5 us less, experts 0 us less, "

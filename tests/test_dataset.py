@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.dataset import LeftOut, check_token_ids, digest, encode, encode_usable, load_dataset, read_prompts
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.files import read_limited
-from semmoe.prompts import Prompt, UnusableError, prompts_of
+from semmoe.io.files import read_limited
+from semmoe.traces.dataset import LeftOut, check_token_ids, digest, encode, encode_usable, load_dataset, read_prompts
+from semmoe.traces.prompts import Prompt, UnusableError, prompts_of
 
 CHAT = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]}
 SHAREGPT = {
@@ -141,7 +141,7 @@ def test_a_table_is_refused_before_it_is_read(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz"])
 def test_more_bytes_than_the_limit_are_refused_by_name(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("semmoe.dataset.MAX_BYTES", 15)
+    monkeypatch.setattr("semmoe.traces.dataset.MAX_BYTES", 15)
     raw = b'{"prompt": "a"}'
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     assert load_dataset(tmp_path / name) == [Prompt(text="a")]

@@ -7,12 +7,11 @@ from dataclasses import asdict, replace
 import pytest
 from typer.testing import CliRunner
 
-from semmoe import tables
-from semmoe.cli import app
-from semmoe.demo import MODEL, demo_prompts, run_demo
-from semmoe.payoff import BATCHES, LINKS, MODELS, measured, payoffs
+from semmoe.cli import app, tables
+from semmoe.cli.demo import MODEL, demo_prompts, run_demo
+from semmoe.costs.payoff import BATCHES, LINKS, MODELS, measured, payoffs
 from semmoe.settings import DemoSettings
-from semmoe.texts import HELD_OUT
+from semmoe.traces.texts import HELD_OUT
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]  # its four ranks may share two cores
 

@@ -12,7 +12,7 @@ from test_apply import plan_for
 from typer.testing import CliRunner
 
 from semmoe.cli import app
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 MANIFESTS = ["engine.yaml", "services.yaml", "namespace.yaml"]

@@ -180,7 +180,7 @@ def test_the_worked_example_is_the_one_that_is_reproduced():
 SPAN = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)+|[a-z_]+\.py")
 NAME = re.compile(r"semmoe(\.\w+)+")
-READING_PATH = ("core", "trace", "metrics", "solver", "replayer", "online")
+READING_PATH = ("core", "traces/trace", "costs/metrics", "solver", "evaluation/replay", "evaluation/online")
 
 
 def spans(page):
@@ -215,9 +215,9 @@ def test_names_of_hooks_in_the_walk_through_an_engine_are_those_of_its_targets()
 def test_the_method_of_the_walk_solves_is_saved_and_replayed(tmp_path, monkeypatch):
     from synthetic import random_trace
 
-    from semmoe import methods
+    from semmoe.evaluation.replay import replay
+    from semmoe.placement import methods
     from semmoe.plan import load_plan, save_plan
-    from semmoe.replayer import replay
     from semmoe.settings import SolveSettings
     from semmoe.solver import solve
     from semmoe.topology import Topology
@@ -235,7 +235,7 @@ def test_the_method_of_the_walk_solves_is_saved_and_replayed(tmp_path, monkeypat
 
 
 def test_kinds_of_policies_and_their_arrays_and_numbers_are_on_the_page_of_formats():
-    from semmoe.bounds import array_names, number_types
+    from semmoe.io.bounds import array_names, number_types
     from semmoe.plan import REQUESTS, SCHEMA, TOKENS
 
     text = (DOCS / "formats.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from synthetic import make_fingerprint
 from typer.testing import CliRunner
 
 from semmoe.cli import app
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines import doctor
 from semmoe.engines.hooks import Hook
 from semmoe.placement.linear import vanilla_plan

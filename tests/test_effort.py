@@ -10,16 +10,16 @@ from test_placement_cocluster import TOPOLOGIES, used_by_all
 from typer.testing import CliRunner
 
 from semmoe.cli import app
-from semmoe.expectation import excess_load
+from semmoe.evaluation.forecast import excess_load
+from semmoe.evaluation.replay import replay
 from semmoe.placement import cocluster
 from semmoe.placement.layers import LayerSearch
 from semmoe.plan import load_plan
-from semmoe.replayer import replay
 from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.tokens import predictor
 from semmoe.topology import Topology
-from semmoe.trace import save_trace
+from semmoe.traces.trace import save_trace
 
 TRACE = used_by_all(1, requests=60, longest=30)
 SMALL = CoclusterSettings(starts=3, kept=2, steps=20, batch_tokens=64)

@@ -5,8 +5,8 @@ import sys
 
 import torch
 
+from semmoe.costs.metrics import layer_traffic
 from semmoe.engines.counters import Activity, Counters
-from semmoe.metrics import layer_traffic
 from semmoe.runtime.traffic import TrafficCounter
 
 
@@ -78,7 +78,7 @@ SERVED = """
 import os, sys, tempfile
 os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp()
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-from semmoe import watch
+from semmoe.live import watch
 from semmoe.engines.counters import Counters
 from semmoe.engines.host import description
 from semmoe.engines.settings import PluginSettings

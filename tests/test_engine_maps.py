@@ -10,9 +10,9 @@ from test_apply import failed, plan_for
 from typer.testing import CliRunner
 
 from semmoe.cli import app
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
-from semmoe.methods import eplb
+from semmoe.placement import eplb
 from semmoe.plan import load_plan
 
 TINY = fingerprint_of(str(MODEL))

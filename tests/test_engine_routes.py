@@ -16,11 +16,11 @@ from test_engine_maps import TINY, E, K, L, imported
 
 from semmoe.checkpoint.engine_maps import Model
 from semmoe.checkpoint.engine_routes import Source, read_records
+from semmoe.cli.demo import MODEL
 from semmoe.core import DECODE, PREFILL
-from semmoe.dataset import LeftOut
-from semmoe.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
-from semmoe.trace import open_trace
+from semmoe.traces.dataset import LeftOut
+from semmoe.traces.trace import open_trace
 
 
 def routing(tokens, layers=L, experts=E, top_k=K, seed=0):

@@ -10,10 +10,10 @@ import torch
 from synthetic import make_fingerprint
 
 from semmoe.core import NEVER
+from semmoe.costs.metrics import layer_traffic
 from semmoe.engines.absent import NoTraffic
 from semmoe.engines.settings import PluginSettings, from_environment
 from semmoe.engines.traffic import MOST_PAIRED, RankTraffic, rank_traffic
-from semmoe.metrics import layer_traffic
 from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.traffic import TrafficCounter

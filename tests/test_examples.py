@@ -15,7 +15,7 @@ from semmoe.gateway import Scorer
 from semmoe.plan import save_plan
 from semmoe.solver import solve
 from semmoe.topology import Topology
-from semmoe.trace import open_trace, save_trace
+from semmoe.traces.trace import open_trace, save_trace
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

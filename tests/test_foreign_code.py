@@ -12,12 +12,12 @@ from test_apply import plan_for
 from typer.testing import CliRunner
 
 from semmoe.cli import app
+from semmoe.cli.demo import MODEL
 from semmoe.cli.options import model_path
-from semmoe.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.trace import save_trace
+from semmoe.traces.trace import save_trace
 
 CODE = """
 from pathlib import Path

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from waiting import eventually
 
 from semmoe.cli import app
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
 from semmoe.gateway import Scorer
 from semmoe.plan import save_plan

@@ -9,9 +9,8 @@ import torch
 from models import build
 from ranks import on_threads
 
-from semmoe.copychoice import preferred_copies
+from semmoe.cli.demo import MODEL
 from semmoe.core import NEVER, Placement
-from semmoe.demo import MODEL
 from semmoe.engines import layer
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
@@ -22,6 +21,7 @@ from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.tokens.copychoice import preferred_copies
 from semmoe.topology import Topology
 
 pytestmark = pytest.mark.dist

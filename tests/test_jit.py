@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import semmoe
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 
 NOTE = "note: every command compiles its kernels again"
 REPLAY = ["--ep-size", "2", "--method", "linear"]

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from lab import calibration, pairs
-from semmoe import cost
-from semmoe.calibration import PairSpeeds, load_links
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
+from semmoe.costs import timing
+from semmoe.costs.links import PairSpeeds, load_links
 from semmoe.engines.transformers.config import fingerprint_of
-from semmoe.files import save_json
+from semmoe.io.files import save_json
 from semmoe.topology import Topology
 
-SHAPE = cost.LayerShape(hidden_size=1000, expert_size=10, top_k=2)
+SHAPE = timing.LayerShape(hidden_size=1000, expert_size=10, top_k=2)
 
 
 def sample(tokens, dispatch, combine, experts, all_reduce) -> calibration.Sample:
@@ -75,7 +75,7 @@ def test_two_processes_calibrate_themselves(tmp_path, monkeypatch):
     assert found.predicted > 0
     assert found.measured > 0
     f = fingerprint_of(str(MODEL))
-    assert found.shape == cost.LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
+    assert found.shape == timing.LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
 
 
 def test_the_speeds_of_pairs_are_slopes_between_two_sizes():

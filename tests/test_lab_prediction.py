@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from synthetic import make_trace, random_trace
 
 from lab.prediction import next_layer_hit_rate, prediction
-from semmoe.splitter import split
+from semmoe.traces.split import split
 
 
 def test_prediction_is_perfect_where_routing_never_varies():

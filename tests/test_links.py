@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from semmoe import cost
-from semmoe.calibration import Links, load_links
-from semmoe.payoff import MODELS, uniform_rows
+from semmoe.costs import timing
+from semmoe.costs.links import Links, load_links
+from semmoe.costs.payoff import MODELS, uniform_rows
 from semmoe.topology import Topology
 
 POINTS = json.loads(Path(__file__).with_name("deepep.json").read_text())["points"]
@@ -25,7 +25,7 @@ def errors(links: Links, nodes: int, points: list) -> np.ndarray:
     topology = Topology(ep_size=8 * nodes, num_nodes=nodes)
     rows, out = uniform_rows(links.all_to_all, DEEPSEEK, topology), []
     for tokens, *measured in points:
-        time = cost.layer_time(rows * tokens, 0, DEEPSEEK.shape, topology, links)
+        time = timing.layer_time(rows * tokens, 0, DEEPSEEK.shape, topology, links)
         out.append(np.array([time.dispatch, time.combine]) * 1e6 / measured - 1)
     return np.array(out)
 

@@ -18,12 +18,12 @@ from waiting import eventually
 
 from semmoe.core import DECODE, PREFILL, RoutingTrace
 from semmoe.engines.private import check_folder, open_folder
-from semmoe.engines.recorder import memory
-from semmoe.engines.recorder import recorder as recorder_module
-from semmoe.engines.recorder.files import Control, rank_folder, read_status, status_path, write_control
-from semmoe.engines.recorder.memory import Requests, Rows, RowStore, sampled
-from semmoe.engines.recorder.recorder import LiveRecorder
-from semmoe.trace import TraceWriter, open_trace, shard_paths
+from semmoe.live.recorder import memory
+from semmoe.live.recorder import recorder as recorder_module
+from semmoe.live.recorder.files import Control, rank_folder, read_status, status_path, write_control
+from semmoe.live.recorder.memory import Requests, Rows, RowStore, sampled
+from semmoe.live.recorder.recorder import LiveRecorder
+from semmoe.traces.trace import TraceWriter, open_trace, shard_paths
 
 F = make_fingerprint(vocab_size=100, num_layers=3, num_experts=8, top_k=2)
 RUNS = itertools.count()
@@ -648,5 +648,5 @@ def test_the_cost_is_stated_per_token(tmp_path):
 
 def test_the_recorder_needs_neither_torch_nor_an_engine():
     heavy = "('torch', 'transformers', 'sglang', 'vllm')"
-    code = f"import sys, semmoe.engines.recorder.recorder; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, semmoe.live.recorder.recorder; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -15,13 +15,13 @@ from embedded_experts import LiveExperts, transfers
 from models import build
 from ranks import on_ranks
 
-from semmoe.engines.live import canary, files, swap
-from semmoe.engines.live.swap import SwapError, Swapper, check_fits
 from semmoe.engines.transformers import generate, verify
 from semmoe.engines.transformers.batch import cut, step
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import ParallelModel
 from semmoe.engines.transformers.recorder import record
+from semmoe.live import canary, status, swap
+from semmoe.live.swap import SwapError, Swapper, check_fits
 from semmoe.plan import load_plan, save_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
         for seed in range(4):
             other = shuffled(load_plan(folder / name), seed)
             save_plan(other, folder / f"{name}-{seed}")
-            files.stage(other, control)
+            status.stage(other, control)
     return folder
 
 
@@ -92,7 +92,7 @@ def rank(comm, folder, name):
 
 
 def number(folder, name):
-    return files.plan_number(load_plan(folder / name))
+    return status.plan_number(load_plan(folder / name))
 
 
 def answers(found, between=lambda: None):
@@ -150,7 +150,7 @@ def refusals(comm, folder):
     found, out = rank(comm, folder, "tp"), {}
     before = found.swapper.status.plan
     if comm.rank == 0:  # as one command does; no rank looks for it before it is there
-        files.stage(load_plan(folder / "dp"), folder / "tp-control")
+        status.stage(load_plan(folder / "dp"), folder / "tp-control")
     torch.distributed.barrier()
     out["another topology"] = found.to(number(folder, "dp")).reason
     out["nowhere staged"] = found.to(12345).reason
@@ -190,13 +190,13 @@ def test_what_one_rank_cannot_do_no_rank_does(folder, tmp_path):
 
 def test_a_plan_that_is_staged_again_stays_where_ranks_may_read_it(folder, tmp_path):
     plan = load_plan(folder / "tp-0")
-    path = tmp_path / files.PLANS / files.plan_name(files.stage(plan, tmp_path))
+    path = tmp_path / status.PLANS / status.plan_name(status.stage(plan, tmp_path))
     before = path.stat().st_ino
-    assert files.stage(plan, tmp_path) == files.plan_number(plan)
+    assert status.stage(plan, tmp_path) == status.plan_number(plan)
     assert path.stat().st_ino == before
     (path / "plan.json").write_text("{}")  # but one that is damaged is written anew
-    files.stage(plan, tmp_path)
-    assert files.plan_number(files.staged(tmp_path, files.plan_number(plan))) == files.plan_number(plan)
+    status.stage(plan, tmp_path)
+    assert status.plan_number(status.staged(tmp_path, status.plan_number(plan))) == status.plan_number(plan)
 
 
 def one_slot_stays(comm, folder):
@@ -286,21 +286,21 @@ def test_a_plan_for_another_number_of_copies_is_refused(folder):
 def test_a_staged_plan_is_the_one_that_its_number_says(folder, tmp_path):
     plan = load_plan(folder / "tp")
     tmp_path.chmod(0o700)
-    found = files.stage(plan, tmp_path)
-    assert files.plan_number(files.staged(tmp_path, found)) == found == files.plan_number(plan)
-    path = tmp_path / "plans" / files.plan_name(found) / "plan.json"
+    found = status.stage(plan, tmp_path)
+    assert status.plan_number(status.staged(tmp_path, found)) == found == status.plan_number(plan)
+    path = tmp_path / "plans" / status.plan_name(found) / "plan.json"
     header = json.loads(path.read_text())
     path.write_text(json.dumps(header | {"method": "another"}))
     with pytest.raises(ValueError, match="holds another plan than its name says"):
-        files.staged(tmp_path, found)
+        status.staged(tmp_path, found)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, files.MOST_NUMBER + 1])
+@pytest.mark.parametrize("wrong", [0, -1, status.MOST_NUMBER + 1])
 def test_numbers_that_no_plan_has(wrong):
     with pytest.raises(ValueError, match="is no plan's number"):
-        files.staged(Path("/nonexistent"), wrong)
+        status.staged(Path("/nonexistent"), wrong)
 
 
 def test_the_largest_number_of_a_plan_has_a_name():
-    assert files.plan_name(files.MOST_NUMBER) == "f" * files.DIGITS
-    assert files.plan_name(1) == "0" * (files.DIGITS - 1) + "1"
+    assert status.plan_name(status.MOST_NUMBER) == "f" * status.DIGITS
+    assert status.plan_name(1) == "0" * (status.DIGITS - 1) + "1"

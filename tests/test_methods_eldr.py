@@ -12,11 +12,11 @@ from synthetic import make_trace, planted_trace, random_trace
 from lab.methods import ALL
 from lab.methods import eldr as baselines
 from lab.methods.eldr import balanced_kmeans, eldr, request_signatures
-from semmoe.methods import find_method, obstacle
-from semmoe.online import BATCH_LEAD, schedule_batch, schedule_requests
+from semmoe.evaluation.online import BATCH_LEAD, schedule_batch, schedule_requests
+from semmoe.evaluation.replay import replay
 from semmoe.placement import linear
+from semmoe.placement.methods import find_method, obstacle
 from semmoe.plan import load_plan, save_plan
-from semmoe.replayer import replay
 from semmoe.requests.capacity import CapacityScheduler
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import solve

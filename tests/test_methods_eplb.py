@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe import capacity
-from semmoe.capacity import replicate_experts
-from semmoe.methods import eplb
-from semmoe.placement import linear
+from semmoe.numeric import assignment
+from semmoe.numeric.assignment import replicate_experts
+from semmoe.placement import eplb, linear
 
 
 def test_heaviest_items_go_first_into_the_lightest_pack_with_room():
-    pack, position = capacity.balanced_packing(np.array([[4.0, 3, 2, 1], [1, 1, 1, 9]]), 2)
+    pack, position = assignment.balanced_packing(np.array([[4.0, 3, 2, 1], [1, 1, 1, 9]]), 2)
     assert pack.tolist() == [[0, 1, 1, 0], [1, 1, 0, 0]]
     assert position.tolist() == [[0, 0, 1, 1], [0, 1, 1, 0]]
 
@@ -53,7 +52,7 @@ def test_every_expert_is_placed_and_every_slot_filled(seed, sizes):
 @given(st.integers(0, 9999), st.integers(1, 12), st.sampled_from([1, 2, 4]))
 def test_packs_are_equally_full_and_positions_never_collide(seed, per_pack, packs):
     weight = np.random.default_rng(seed).random((2, per_pack * packs))
-    pack, position = capacity.balanced_packing(weight, packs)
+    pack, position = assignment.balanced_packing(weight, packs)
     assert (np.sort(pack * per_pack + position) == np.arange(per_pack * packs)).all()
 
 

@@ -11,9 +11,9 @@ from synthetic import random_trace
 
 from lab.methods import moetuner
 from lab.methods.grouping import link_costs, paths_of
-from semmoe.affinity import expert_load
-from semmoe.capacity import balanced_packing
+from semmoe.numeric.assignment import balanced_packing
 from semmoe.topology import Topology
+from semmoe.traces.affinity import expert_load
 
 
 def worst_links(counts, ranks, cost):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace
 
-from semmoe.methods import paper
+from semmoe.paper import coclustering
 from semmoe.settings import PaperSettings
 from semmoe.topology import Topology
 
@@ -18,7 +18,7 @@ QUICK = PaperSettings(steps=3, swaps_per_expert=20)
 
 
 def cluster(trace, topology, settings=QUICK, seed=0):
-    return paper.cluster(trace, topology, settings, seed)
+    return coclustering.cluster(trace, topology, settings, seed)
 
 
 def ranks_of_experts(placement) -> np.ndarray:
@@ -178,7 +178,7 @@ def clustered_items(seed, items, experts, clusters) -> np.ndarray:
 def test_objective_by_hand():
     """Loads 7 and 3 of 10 tokens: imbalance 2 + 2; remote are item 0's one and item 1's one: 2."""
     pull = np.array([[6.0, 1.0], [1.0, 2.0]])
-    assert paper.objective(pull, np.array([0, 1]), np.array([7.0, 3.0]), 0.25) == pytest.approx(
+    assert coclustering.objective(pull, np.array([0, 1]), np.array([7.0, 3.0]), 0.25) == pytest.approx(
         (0.25 * 4 + 0.75 * 2) / 10
     )
 
@@ -191,14 +191,14 @@ def test_objective_agrees_with_loops(seed, clusters, theta):
     labels = rng.integers(clusters, size=7)
     pull = np.stack([activations[:, experts == c].sum(axis=1) for c in range(clusters)], axis=1)
     expected = oracles.objective(activations, labels, experts, theta)
-    assert paper.objective(pull, labels, activations.sum(axis=1), theta) == pytest.approx(expected, rel=1e-5)
+    assert coclustering.objective(pull, labels, activations.sum(axis=1), theta) == pytest.approx(expected, rel=1e-5)
 
 
 def times_optimum(activations, clusters, seeds=1) -> list[float]:
     """The objective that Algorithm 1 reaches from each of `seeds` starts, over the proven optimum."""
     settings, found = PaperSettings(), []
     for seed in range(seeds):
-        expert_labels, labels = paper.cocluster(
+        expert_labels, labels = coclustering.cocluster(
             activations[:, None], activations.sum(axis=1), clusters, settings, np.random.default_rng(seed)
         )
         found.append(oracles.objective(activations, labels, expert_labels[0], settings.theta))
@@ -228,7 +228,7 @@ def test_algorithm_1_stays_within_half_of_the_optimum_on_unclustered_items(seed,
 
 def test_coactivation_of_two_items():
     """Item 0: 4 tokens, 3 and 1 activations; item 1: 2 tokens, both to expert 1."""
-    together = paper.coactivation(np.array([[[3, 1]], [[0, 2]]], np.float32), np.array([4, 2], np.float32))
+    together = coclustering.coactivation(np.array([[[3, 1]], [[0, 2]]], np.float32), np.array([4, 2], np.float32))
     np.testing.assert_allclose(together, [[[9 / 4, 3 / 4], [3 / 4, 1 / 4 + 2]]], rtol=1e-6)
     np.testing.assert_allclose(together[0].sum(axis=1), [3, 3], rtol=1e-6)
 
@@ -247,10 +247,10 @@ def merit(labels, together, data, settings) -> float:
 def test_no_swap_of_two_experts_improves_a_placed_layer(seed, clusters):
     rng = np.random.default_rng(seed)
     activations = random_items(seed, 6, 8)[:, None]
-    together = paper.coactivation(activations, activations.sum(axis=(1, 2)))
+    together = coclustering.coactivation(activations, activations.sum(axis=(1, 2)))
     by_cluster = rng.random((clusters, 1, 8)) * activations.sum() / 8
     settings = PaperSettings(swaps_per_expert=400)
-    labels = paper.expert_place(together, by_cluster, settings, rng)[0]
+    labels = coclustering.expert_place(together, by_cluster, settings, rng)[0]
     reached = merit(labels, together[0], by_cluster[:, 0].T, settings)
     for a in range(8):
         for b in range(a):
@@ -264,7 +264,7 @@ def test_no_cluster_takes_more_than_its_share_and_one_item(seed, items, clusters
     rng = np.random.default_rng(seed)
     activations = random_items(seed, items, 4 * clusters)[:, None]
     quota = activations.sum(axis=(1, 2))
-    _, labels = paper.cocluster(activations, quota, clusters, QUICK, rng)
+    _, labels = coclustering.cocluster(activations, quota, clusters, QUICK, rng)
     filled = np.bincount(labels, weights=quota, minlength=clusters)
     assert filled.sum() == pytest.approx(quota.sum())
     assert filled.max() <= quota.sum() / clusters + quota.max() + 1e-3
@@ -272,5 +272,5 @@ def test_no_cluster_takes_more_than_its_share_and_one_item(seed, items, clusters
 
 def test_requests_of_one_quota_are_shared_out_equally():
     activations = random_items(0, 12, 8)[:, None]
-    _, labels = paper.cocluster(activations, np.ones(12), 4, QUICK, np.random.default_rng(0))
+    _, labels = coclustering.cocluster(activations, np.ones(12), 4, QUICK, np.random.default_rng(0))
     assert np.bincount(labels).tolist() == [3, 3, 3, 3]

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from synthetic import make_trace, random_trace
 
 from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, Placement
-from semmoe.methods import paper
-from semmoe.methods.paper import CoClustering
-from semmoe.methods.paper_policies import device_of_expert, token_devices
-from semmoe.methods.paper_tables import build_policies
+from semmoe.paper import coclustering
+from semmoe.paper.coclustering import CoClustering
+from semmoe.paper.policies import device_of_expert, token_devices
+from semmoe.paper.tables import build_policies
 from semmoe.placement import linear
 from semmoe.settings import PaperSettings
 from semmoe.topology import Topology
@@ -170,7 +170,7 @@ def test_request_scores_are_the_shares_of_a_token_s_prompt_occurrences():
 def test_tables_have_the_shapes_of_the_topology(dp_size, attn_tp_size):
     trace = random_trace(0)
     topology = Topology(ep_size=4, dp_size=dp_size)
-    clusters = paper.cluster(trace, topology, SETTINGS, seed=0)
+    clusters = coclustering.cluster(trace, topology, SETTINGS, seed=0)
     tokens, requests = build_policies(trace, clusters, topology, lookback=2)
     assert requests.by_tables == (dp_size > 1)
     assert tokens.by_tables == (attn_tp_size > 1)
@@ -191,7 +191,7 @@ def test_tables_have_the_shapes_of_the_topology(dp_size, attn_tp_size):
 def test_token_confidence_agrees_with_loops(seed, dp_size):
     trace = random_trace(seed, requests=8)
     topology = Topology(ep_size=4, dp_size=dp_size)
-    clusters = paper.cluster(trace, topology, SETTINGS, seed=0)
+    clusters = coclustering.cluster(trace, topology, SETTINGS, seed=0)
     tables = build_policies(trace, clusters, topology, lookback=1)[0]
     group = clusters.request_groups[trace.request_of_token()] if dp_size > 1 else np.zeros(trace.num_tokens)
     for l in range(3):
@@ -225,7 +225,7 @@ def test_path_tables_agree_with_loops(seed, sizes):
     trace = random_trace(seed, requests=8)
     topology = Topology(ep_size=4, dp_size=dp_size)
     S = topology.attn_tp_size
-    clusters = paper.cluster(trace, topology, SETTINGS, seed=0)
+    clusters = coclustering.cluster(trace, topology, SETTINGS, seed=0)
     tables = build_policies(trace, clusters, topology, lookback)[0]
     group = clusters.request_groups[trace.request_of_token()] if dp_size > 1 else np.zeros(trace.num_tokens, int)
     hosts = [[oracles.ranks_of_expert(clusters.placement, l, e)[0] for e in range(8)] for l in range(3)]

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.copychoice import preferred_copies
 from semmoe.core import Placement
-from semmoe.metrics import (
+from semmoe.costs.metrics import (
     Traffic,
     layer_traffic,
     majority_rank,
@@ -16,6 +15,7 @@ from semmoe.metrics import (
     max_over_median,
     uniform_remote_ranks,
 )
+from semmoe.tokens.copychoice import preferred_copies
 from semmoe.topology import Topology
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from semmoe.calibration import load_links
 from semmoe.core import Placement
-from semmoe.moving import move_between
+from semmoe.costs.links import load_links
+from semmoe.costs.moving import move_between
 from semmoe.placement.linear import vanilla_plan
 from semmoe.topology import Fingerprint, Topology
 

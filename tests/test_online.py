@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_fingerprint
 
-from semmoe.affinity import known_rows
 from semmoe.core import PRIOR, PROFILED, Plan
-from semmoe.methods.paper_policies import (
+from semmoe.evaluation.online import schedule_batch, schedule_requests, start
+from semmoe.paper.policies import (
     PaperScheduler,
     PaperTable,
     PaperTables,
@@ -19,11 +19,11 @@ from semmoe.methods.paper_policies import (
     path_key,
     slices_of,
 )
-from semmoe.online import schedule_batch, schedule_requests, start
 from semmoe.placement.linear import place
 from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.tokens.slices import ByPosition, position_slices
 from semmoe.topology import Topology
+from semmoe.traces.affinity import known_rows
 
 
 def scheduler(scores) -> PaperScheduler:

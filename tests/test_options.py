@@ -12,9 +12,9 @@ from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from lab.__main__ import app as lab
-from semmoe.bounds import choice, number
 from semmoe.cli import app
 from semmoe.cli.form import takes
+from semmoe.io.bounds import choice, number
 
 VALUES = ("0", "-1", "1000000000", "nan")
 # What makes each command run, or end soon for another reason than the option; demo and reproduce run for minutes.

@@ -14,19 +14,19 @@ from test_plan import saved
 from typer.testing import CliRunner
 
 from lab.__main__ import app as lab
-from semmoe import files
 from semmoe.cli import app
-from semmoe.demo import MODEL
-from semmoe.files import atomic_directory, atomic_file, check_output
-from semmoe.trace import open_trace, save_trace
+from semmoe.cli.demo import MODEL
+from semmoe.io import files
+from semmoe.io.files import atomic_directory, atomic_file, check_output
+from semmoe.traces.trace import open_trace, save_trace
 
 WORK = {  # command, and the function that does its work
     "calibrate": (["calibrate", "tiny"], "semmoe.engines.transformers.calibrate.calibrate"),
     "generate": (["generate", "tiny", "--prompt", "x"], "semmoe.engines.transformers.generate.generate"),
     "profile": (["profile", "tiny"], "semmoe.engines.transformers.model.load_model"),
-    "replay": (["replay", "trace.npz"], "semmoe.streams.open_bounded"),
-    "affinity": (["trace", "affinity", "trace.npz"], "semmoe.streams.open_bounded"),
-    "solve": (["solve", "trace.npz"], "semmoe.streams.open_bounded"),
+    "replay": (["replay", "trace.npz"], "semmoe.traces.streams.open_bounded"),
+    "affinity": (["trace", "affinity", "trace.npz"], "semmoe.traces.streams.open_bounded"),
+    "solve": (["solve", "trace.npz"], "semmoe.traces.streams.open_bounded"),
     "report": (["report", "."], "semmoe.report.page.write"),
     "apply": (["apply", "plan", "--model", "tiny"], "semmoe.checkpoint.relabel.relabel"),
     "apply sglang": (["apply", "plan", "--model", "tiny", "--to", "sglang"], "semmoe.checkpoint.relabel.relabel"),

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from semmoe import cost
-from semmoe.metrics import uniform_remote_ranks
-from semmoe.payoff import BATCHES, LINKS, MODELS, Measured, measured, payoff, payoffs
+from semmoe.costs import timing
+from semmoe.costs.metrics import uniform_remote_ranks
+from semmoe.costs.payoff import BATCHES, LINKS, MODELS, Measured, measured, payoff, payoffs
 from semmoe.topology import Topology
 
 QWEN, _, DEEPSEEK = MODELS
@@ -31,7 +31,7 @@ def test_one_layer_on_nvlink_by_hand():
 
     vanilla, plan = seconds(256 * remote, 1.2), seconds(256 * remote * 0.8, 1.1) + 5.6e-6
     assert found.gain == pytest.approx(1 - plan / vanilla)
-    assert (found.against, found.worth_it) == ("vanilla", found.gain >= cost.WORTH)
+    assert (found.against, found.worth_it) == ("vanilla", found.gain >= timing.WORTH)
 
 
 def test_attention_tp_competes_with_no_all_to_all_too():
@@ -62,7 +62,7 @@ def test_slower_links_and_fewer_remote_ranks_gain_more(model):
 def test_a_plan_that_changes_nothing_costs_what_semmoe_s_own_kernels_take(monkeypatch):
     same = replace(DP, remote_share=1.0, load=1.2)
     assert all(-0.1 < one.gain < 0 and not one.worth_it for one in payoffs(same))
-    monkeypatch.setattr(cost, "hooks", lambda *args, **named: 0.0)
+    monkeypatch.setattr(timing, "hooks", lambda *args, **named: 0.0)
     assert all(one.gain == pytest.approx(0) and not one.worth_it for one in payoffs(same))
 
 

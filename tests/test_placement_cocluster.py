@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace, teams_trace, with_noise
 
 from lab.methods import short
+from semmoe.evaluation.replay import replay
 from semmoe.placement import cocluster, layers
 from semmoe.placement.cocluster import Measured, Sample, choose, place
 from semmoe.placement.layers import LayerProblem, LayerSearch, Layout
 from semmoe.placement.loads import expected_load
 from semmoe.placement.problem import Problem, Tokens, default_costs
 from semmoe.plan import load_plan, save_plan
-from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, PredictorSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.splitter import split
 from semmoe.tokens.predictor import fit
 from semmoe.topology import Topology
+from semmoe.traces.split import split
 
 QUICK = CoclusterSettings(starts=1, steps=10, batch_tokens=64)
 THOROUGH = CoclusterSettings(starts=4, batch_tokens=64)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semmoe.costs.rows import RowCosts, plain_costs
 from semmoe.placement import copies as copies_module
 from semmoe.placement.copies import nearest_copies, primary_copy_choice
 from semmoe.placement.loads import total_cost
 from semmoe.placement.problem import Tokens
-from semmoe.rowcosts import RowCosts, plain_costs
 from semmoe.topology import Topology
 
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from synthetic import make_trace, planted_trace, random_trace, with_noise, with_prefill
 
 from semmoe.core import Placement
+from semmoe.costs.rows import KINDS, kind_costs, mean_costs, near_and_far, plain_costs
+from semmoe.evaluation.replay import replay
 from semmoe.placement import cocluster, hierarchy, ours
 from semmoe.placement.cocluster import Sample
 from semmoe.placement.joint import pairs_between, seat_groups
 from semmoe.placement.layers import LayerProblem, LayerSearch
 from semmoe.placement.loads import total_cost
 from semmoe.placement.problem import Problem, Tokens, default_costs, weighed_tokens
-from semmoe.replayer import replay
-from semmoe.rowcosts import KINDS, kind_costs, mean_costs, near_and_far, plain_costs
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology

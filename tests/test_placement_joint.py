@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.capacity import improve_assignment
+from semmoe.numeric.assignment import improve_assignment
 from semmoe.placement.joint import _Problem, cocluster_requests, locality
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semmoe.costs.rows import KINDS, kind_costs, plain_costs
 from semmoe.placement.homes import index, make_state, server, uniform_weights
 from semmoe.placement.search import PRICE_UNITS, settle
-from semmoe.rowcosts import KINDS, kind_costs, plain_costs
 from semmoe.topology import Topology
 
 TOPOLOGIES = [

@@ -18,7 +18,7 @@ import yaml
 from synthetic import random_trace
 
 from semmoe import __version__
-from semmoe.trace import save_trace
+from semmoe.traces.trace import save_trace
 
 ROOT = Path(__file__).parents[1]
 IGNORED = ("__pycache__", "*.egg-info")

@@ -12,18 +12,25 @@ from hypothesis import strategies as st
 from synthetic import make_fingerprint, make_trace, planted_trace, random_trace, with_prefill
 from test_tokens_slices import random_tables
 
-from semmoe.copychoice import preferred_copies
 from semmoe.core import DECODE, PREFILL
-from semmoe.online import schedule_live, schedule_requests
+from semmoe.evaluation.online import schedule_live, schedule_requests
+from semmoe.evaluation.replay import (
+    cut_batches,
+    profiled_requests,
+    replay,
+    scheduled_by_answers,
+    token_groups,
+    token_homes,
+)
 from semmoe.placement.linear import vanilla_plan
-from semmoe.replayer import cut_batches, profiled_requests, replay, scheduled_by_answers, token_groups, token_homes
 from semmoe.requests.policy import PromptScores
 from semmoe.settings import CoclusterSettings, PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solver import score, solve, solve_methods
-from semmoe.splitter import split
+from semmoe.tokens.copychoice import preferred_copies
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
-from semmoe.trace import open_trace
+from semmoe.traces.split import split
+from semmoe.traces.trace import open_trace
 
 QUICK = PaperSettings(steps=3, swaps_per_expert=20)
 TOPOLOGIES = [(1, 4), (4, 1), (2, 2)]

@@ -11,19 +11,19 @@ import pytest
 from synthetic import random_trace
 from typer.testing import CliRunner
 
-from semmoe.calibration import PhaseLinks, load_links
 from semmoe.cli import app
-from semmoe.cost import LayerShape
-from semmoe.expectation import expect
+from semmoe.costs.links import PhaseLinks, load_links
+from semmoe.costs.timing import LayerShape
+from semmoe.evaluation.forecast import expect
+from semmoe.evaluation.results import Expected, Figures
 from semmoe.placement.problem import Problem
 from semmoe.plan import load_plan, save_plan
 from semmoe.report import figures, gather, page, sections, verdict, words
-from semmoe.results import Expected, Figures
 from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
 from semmoe.solver import score as score_plans
 from semmoe.solver import solve, solve_methods
 from semmoe.topology import Topology
-from semmoe.trace import save_trace
+from semmoe.traces.trace import save_trace
 
 HOSTILE = "</script><script>alert(1)</script>"
 QUICK = SolveSettings(

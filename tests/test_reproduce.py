@@ -22,7 +22,7 @@ from lab.subjects import FIELDS, field_of
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.topology import Topology
-from semmoe.trace import save_trace
+from semmoe.traces.trace import save_trace
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FROM_FILES = [item.name for item in serving.ITEMS]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.online import expected_tokens, live_settings
+from semmoe.evaluation.online import expected_tokens, live_settings
 from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
 from semmoe.requests.policy import PromptScores
 

@@ -3,8 +3,8 @@
 import pytest
 from synthetic import random_trace
 
-from semmoe.methods import METHODS
-from semmoe.results import AffinityFile, ReplayFile, checked
+from semmoe.evaluation.results import AffinityFile, ReplayFile, checked
+from semmoe.placement.methods import METHODS
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import score, solve_methods
 from semmoe.topology import Topology

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.routing import RoutingWarning, Tally, check_left_out, identical_tokens, impossible_tokens
+from semmoe.traces.routing import RoutingWarning, Tally, check_left_out, identical_tokens, impossible_tokens
 
 
 def routing(tokens, layers=3, experts=32, top_k=4, seed=0):
@@ -23,7 +23,7 @@ def test_tokens_that_name_an_expert_twice_agree_with_sets(seed, layers, top_k):
 def test_blocks_do_not_shift_the_answer(monkeypatch):
     ids = routing(23)
     ids[[0, 7, 22], 1, 3] = ids[[0, 7, 22], 1, 0]
-    monkeypatch.setattr("semmoe.routing.BLOCK_TOKENS", 8)
+    monkeypatch.setattr("semmoe.traces.routing.BLOCK_TOKENS", 8)
     assert np.flatnonzero(impossible_tokens(ids)).tolist() == [0, 7, 22]
     assert identical_tokens(np.arange(23), ids) == 0
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from semmoe.metrics import layer_traffic
-from semmoe.rowcosts import KINDS, hops, kind_costs, landing_ranks, plain_costs
+from semmoe.costs.metrics import layer_traffic
+from semmoe.costs.rows import KINDS, hops, kind_costs, landing_ranks, plain_costs
 from semmoe.topology import Topology
 
 TOPOLOGY = Topology(ep_size=4, num_nodes=2)

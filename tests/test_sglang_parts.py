@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_boundary import begins
 
+from semmoe.cli.demo import MODEL
 from semmoe.core import Placement, Plan
-from semmoe.demo import MODEL
 from semmoe.engines.launch import command_line, join
 from semmoe.engines.settings import from_environment
 from semmoe.engines.sglang import launch

@@ -21,8 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton_runs import interpret
 
 from semmoe.core import Placement, Plan
-from semmoe.methods import paper_policies
-from semmoe.methods.paper_policies import PaperTables
+from semmoe.paper import policies
+from semmoe.paper.policies import PaperTables
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime import kernels
 from semmoe.runtime.history import History
@@ -196,19 +196,19 @@ def test_the_papers_tables_once_a_layer(seed, padding):
     """Real rows are assigned as in the replay, by devices at the layer before; padding fills the slices."""
     planned = plan(seed, "paper")
     ours, tokens = reserved(planned), 13 if padding else 12
-    device_of = paper_policies.device_of_expert(planned.placement, planned.topology)[:, GROUP]
+    device_of = policies.device_of_expert(planned.placement, planned.topology)[:, GROUP]
     ids = np.random.default_rng(seed).integers(-1, VOCABULARY + 2, tokens)
     ours.start(fitted(ids, padding), fitted(np.arange(1, tokens + 1), padding), None, NONE_NEW)
     devices = None
     for layer in range(LAYERS):
-        preference = paper_policies.look_up(planned.tokens, layer, GROUP, ids, devices)
-        expected, handle = paper_policies.assign_slices(preference, SIZE), ours.slices(layer)
+        preference = policies.look_up(planned.tokens, layer, GROUP, ids, devices)
+        expected, handle = policies.assign_slices(preference, SIZE), ours.slices(layer)
         place = handle.inverse[:tokens].numpy() // handle.slice_rows
         np.testing.assert_array_equal(place, expected)
         assert handle.counts.tolist() == np.bincount(expected, minlength=SIZE).tolist()
         chosen = routed(seed, layer, tokens)
         ours.observe(layer, torch.cat([chosen, torch.full((padding, TOP_K), 255)]))
-        devices = paper_policies.majority_rank(chosen.numpy(), device_of[layer], SIZE)[:, None]
+        devices = policies.majority_rank(chosen.numpy(), device_of[layer], SIZE)[:, None]
 
 
 def test_the_papers_tables_once_a_layer_are_refused_on_a_gpu():

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from synthetic import make_fingerprint, planted_trace, random_trace
 
-from semmoe.calibration import PhaseLinks, load_links
 from semmoe.core import NEVER, PRIOR
-from semmoe.cost import LayerShape, hooks, layer_time
-from semmoe.expectation import expect
+from semmoe.costs.links import PhaseLinks, load_links
+from semmoe.costs.timing import LayerShape, hooks, layer_time
+from semmoe.evaluation.forecast import expect
+from semmoe.evaluation.replay import replay
 from semmoe.placement.linear import vanilla_plan
 from semmoe.placement.problem import Problem
-from semmoe.replayer import replay
 from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solver import moved_experts, score, solve, solve_methods
-from semmoe.splitter import split
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
+from semmoe.traces.split import split
 
 QUICK = PaperSettings(steps=3, swaps_per_expert=20)
 TP4 = Topology(ep_size=4)

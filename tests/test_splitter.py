@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from synthetic import make_trace, random_trace
 
 from semmoe.core import RoutingTrace
-from semmoe.splitter import near_duplicates, split
+from semmoe.traces.split import near_duplicates, split
 
 
 def with_prompts(prompts: list[list[int]], vocabulary: int = 1000) -> RoutingTrace:

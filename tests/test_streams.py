@@ -10,10 +10,10 @@ from synthetic import random_trace
 from test_apply import failed
 from typer.testing import CliRunner
 
-from semmoe import streams
 from semmoe.cli import app
 from semmoe.core import DECODE, RoutingTrace
-from semmoe.trace import TraceHeader, TraceWriter, open_trace, save_trace
+from semmoe.traces import streams
+from semmoe.traces.trace import TraceHeader, TraceWriter, open_trace, save_trace
 
 
 def run(*words):

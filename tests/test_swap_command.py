@@ -10,9 +10,9 @@ import pytest
 from synthetic import make_fingerprint
 from typer.testing import CliRunner
 
-from semmoe import live
 from semmoe.cli import app
-from semmoe.engines.live.files import SwapStatus, plan_name, plan_number, read_status, stage, staged, write_status
+from semmoe.live import client
+from semmoe.live.status import SwapStatus, plan_name, plan_number, read_status, stage, staged, write_status
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import load_plan, save_plan
 from semmoe.settings import SwapSettings
@@ -90,12 +90,12 @@ def test_a_status_that_others_can_write_is_not_trusted(folder):
 
 def test_a_disk_without_room_ends_in_a_line(folder, monkeypatch):
     """The plan cannot be staged, so nothing is asked of the server."""
-    from semmoe.engines.live import files
+    from semmoe.live import status
 
     def full(*args):
         raise OSError(28, "No space left on device", str(folder / "control"))
 
-    monkeypatch.setattr(files, "save_plan", full)
+    monkeypatch.setattr(status, "save_plan", full)
     code, _, err = run("swap", NOWHERE, "--plan", folder / "new", "--control", folder / "control", "--stage-only")
     assert code == 1
     assert "No space left on device" in err
@@ -146,7 +146,7 @@ def test_a_swap_is_over_when_its_last_rank_says_so(folder, obedient, last, told)
 
     end(0, "done", 0.2)
     end(1, last, 0.8)
-    found = live.swap_sglang(obedient, control, number, SwapSettings(timeout=20), schedules=False)
+    found = client.swap_sglang(obedient, control, number, SwapSettings(timeout=20), schedules=False)
     assert (found.rank, found.state) == (told, last)
     assert read_status(control, 1).state == last
     for timer in timers:
@@ -158,6 +158,6 @@ def test_a_swap_that_does_not_end_names_the_ranks_it_waits_for(folder, obedient)
     late = threading.Timer(0.2, write_status, (control, SwapStatus(rank=0, plan=number, swaps=1, state="done")))
     write_status(control, SwapStatus(rank=1, plan=number, swaps=1, state="moving"))
     late.start()
-    with pytest.raises(live.ServerError, match="within 1 s; rank 0 is done, rank 1 is moving"):
-        live.swap_sglang(obedient, control, number, SwapSettings(timeout=1), schedules=False)
+    with pytest.raises(client.ServerError, match="within 1 s; rank 0 is done, rank 1 is moving"):
+        client.swap_sglang(obedient, control, number, SwapSettings(timeout=1), schedules=False)
     late.join()

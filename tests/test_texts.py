@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.texts import HELD_OUT, chunks, held_out_documents, held_out_prompts
+from semmoe.traces.texts import HELD_OUT, chunks, held_out_documents, held_out_prompts
 
 
 def test_chunks_end_where_lines_end():

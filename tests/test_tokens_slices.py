@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from oracles import History
 from synthetic import random_trace, with_prefill
 
-from semmoe.affinity import known_rows
 from semmoe.tokens import slices as scores
 from semmoe.tokens.kernels import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
 from semmoe.tokens.slices import PathScores, assign, trace_history
+from semmoe.traces.affinity import known_rows
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY, RANKS = 3, 8, 2, 20, 4
 

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_fingerprint, make_trace, random_trace, with_prefill
 
-from semmoe import files
 from semmoe.core import DECODE, PREFILL
-from semmoe.npz import read_npz
-from semmoe.routing import RoutingWarning
-from semmoe.trace import (
+from semmoe.io import files
+from semmoe.io.npz import read_npz
+from semmoe.traces.routing import RoutingWarning
+from semmoe.traces.trace import (
     TraceHeader,
     TraceWriter,
     describe,
@@ -457,7 +457,7 @@ def test_arrays_above_the_limit_are_never_unpacked(tmp_path, monkeypatch):
     zeros = np.zeros(1 << 23, np.int32)
     np.savez_compressed(tmp_path / "p.npz", **plain(token_ids=zeros))
     assert (tmp_path / "p.npz").stat().st_size < zeros.nbytes / 500
-    monkeypatch.setattr("semmoe.npz.MAX_TRACE_BYTES", 1 << 20)
+    monkeypatch.setattr("semmoe.io.npz.MAX_TRACE_BYTES", 1 << 20)
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"p\.npz.* bytes unpacked, and at most 1,048,576 are read"):
         open_trace(tmp_path / "p.npz")
@@ -469,7 +469,7 @@ def test_a_meta_file_above_the_limit_is_refused(tmp_path, monkeypatch):
     np.savez(tmp_path / "p.npz", **plain())
     (tmp_path / "p.meta.json.gz").write_bytes(gzip.compress(json.dumps({"vocab": ["a"] * 100_000}).encode()))
     assert open_trace(tmp_path / "p.npz").fingerprint.vocab_size == 100_000
-    monkeypatch.setattr("semmoe.npz.MAX_META_BYTES", 1000)
+    monkeypatch.setattr("semmoe.io.npz.MAX_META_BYTES", 1000)
     with pytest.raises(ValueError, match=r"p\.meta\.json\.gz holds more than 1,000 bytes"):
         open_trace(tmp_path / "p.npz")
 

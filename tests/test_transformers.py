@@ -10,14 +10,14 @@ import pytest
 import torch
 from models import CONFIGS, build
 
+from semmoe.cli.demo import MODEL
 from semmoe.core import DECODE, PREFILL
-from semmoe.demo import MODEL
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.recorder import record_prompts
 from semmoe.engines.transformers.verify import plain_generate
 from semmoe.settings import GenerateSettings
-from semmoe.trace import TraceHeader, TraceWriter, open_trace
+from semmoe.traces.trace import TraceHeader, TraceWriter, open_trace
 
 PROMPTS = [[5, 9, 200, 31, 7], [8, 1000, 3], [44, 45, 46, 47, 48, 49, 50, 51], [17]]
 

@@ -11,8 +11,6 @@ from test_boundary import begins
 from semmoe.core import Placement, Plan
 from semmoe.engines.hooks import Hook
 from semmoe.engines.launch import join
-from semmoe.engines.recorder.memory import Rows
-from semmoe.engines.recorder.passes import PassRecorder
 from semmoe.engines.settings import from_environment
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import launch
@@ -22,6 +20,8 @@ from semmoe.engines.vllm.registry import around, prove
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
+from semmoe.live.recorder.memory import Rows
+from semmoe.live.recorder.passes import PassRecorder
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime.copies import RankCopies
 from semmoe.runtime.traffic import TrafficCounter

@@ -11,13 +11,13 @@ from test_placement_cocluster import TOPOLOGIES, used_by_all
 from typer.testing import CliRunner
 
 from semmoe.cli import app
+from semmoe.evaluation.replay import replay
 from semmoe.placement.cocluster import keep_slots
 from semmoe.plan import load_plan, save_plan
-from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import moved_experts, solve
 from semmoe.topology import Topology
-from semmoe.trace import save_trace
+from semmoe.traces.trace import save_trace
 
 TRACE, DRIFTED = used_by_all(1, requests=60, longest=30), used_by_all(2, requests=60, longest=30)
 

@@ -16,9 +16,9 @@ from ports import free_port
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from typer.testing import CliRunner
 
-from semmoe import watch
 from semmoe.cli import app
 from semmoe.cli.serve import _publish
+from semmoe.live import watch
 
 
 class Site:

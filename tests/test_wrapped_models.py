@@ -11,7 +11,7 @@ from test_apply import failed, plan_for
 from typer.testing import CliRunner
 
 from semmoe.cli import app
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.plan import load_plan
 

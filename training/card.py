@@ -9,7 +9,7 @@ from pathlib import Path
 
 from corpus import HELD_OUT_SUBJECTS
 
-from semmoe.texts import HELD_OUT
+from semmoe.traces.texts import HELD_OUT
 
 
 def card(report: dict) -> str:
@@ -38,7 +38,7 @@ def card(report: dict) -> str:
         "",
         *[f"- {source}" for source in report["sources"]],
         "",
-        "Held out of training, whole: the modules and topics listed in `src/semmoe/texts.py` "
+        "Held out of training, whole: the modules and topics listed in `src/semmoe/traces/texts.py` "
         f"({sum(map(len, HELD_OUT.values()))} of them), and any paragraph of theirs that stands elsewhere; "
         f"MMLU subjects {', '.join(sorted(HELD_OUT_SUBJECTS))}; every tenth FIDBench chat.",
         "",

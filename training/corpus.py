@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from semmoe.texts import HELD_OUT, held_out_documents, stdlib_root, topics
+from semmoe.traces.texts import HELD_OUT, held_out_documents, stdlib_root, topics
 
 # Left out of the standard library: test data, generated grammar tables, other people's packages.
 SKIP = ("test", "tests", "site-packages", "lib2to3", "idlelib", "ensurepip", "pydoc_data", "distutils", "__pycache__")

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from semmoe.texts import held_out_documents
+from semmoe.traces.texts import held_out_documents
 
 VOCABULARY, SEQUENCE, END = 4096, 256, "<|endoftext|>"
 CONFIG = Qwen3MoeConfig(

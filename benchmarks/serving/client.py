@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from serving.engine import ServerError
 from serving.loads import Load
 from serving.server import Server

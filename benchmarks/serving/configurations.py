@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from semmoe.cli.demo import MODEL
 from semmoe.core import Plan, RoutingTrace
-from semmoe.demo import MODEL
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan

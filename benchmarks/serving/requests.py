@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import torch
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.model import load_model
 from serving.engine import Engine
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import psutil
 
-from semmoe.dataset import encode, load_dataset
-from semmoe.demo import MODEL, demo_prompts
+from semmoe.cli.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
@@ -25,6 +24,7 @@ from semmoe.plan import save_plan
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
+from semmoe.traces.dataset import encode, load_dataset
 from serving.engine import RANKS, Command, Engine, ServerError, SetUp
 from serving.network import DEVICE, Network, command_on, environment_of
 

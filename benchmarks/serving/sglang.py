@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.launch import command_line
 from semmoe.engines.sglang import launch
 from semmoe.engines.sglang.settings import SglangSettings

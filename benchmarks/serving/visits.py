@@ -6,7 +6,7 @@ from typing import Any
 
 from lab.results import AT_ONCE as ALL_AT_ONCE
 from lab.results import LIGHT, ServingSweep
-from semmoe.results import checked
+from semmoe.evaluation.results import checked
 from serving.claims import claim, hull, tail
 from serving.configurations import VANILLA
 from serving.pieces import AT_ONCE, LOW, MAIN, Workload

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.launch import command_line
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.settings import VllmSettings

@@ -3,7 +3,7 @@
 From the root of a checkout: `PYTHONPATH=. semmoe replay TRACE --method lab.methods.exflow`.
 """
 
-from semmoe.methods import METHODS
+from semmoe.placement.methods import METHODS
 
 FIELD = tuple(f"lab.methods.{name}" for name in ("eldr", "exflow", "moetuner", "grace"))
 ALL = (*METHODS, *FIELD)

@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 from scipy.sparse import csr_matrix, diags, vstack
 
-from semmoe.affinity import count
-from semmoe.capacity import equal_groups
 from semmoe.core import RoutingTrace
-from semmoe.methods import Method
+from semmoe.numeric.assignment import equal_groups
 from semmoe.placement import linear
+from semmoe.placement.methods import Method
 from semmoe.placement.problem import Problem, Solution
 from semmoe.requests.capacity import CapacityScheduler
 from semmoe.requests.policy import PromptScores
 from semmoe.requests.predictor import mean_length
+from semmoe.traces.affinity import count
 
 METHOD = Method(__name__, needs_groups=True, reads=("seed",))
 MAX_REQUESTS = 2048  # most requests whose signatures are clustered: the assignment costs their number cubed

@@ -14,9 +14,9 @@ to the rank of its attention after each layer, so that only the placement is tak
 import numpy as np
 
 from lab.methods.grouping import group_hierarchically, link_costs, paths_of
-from semmoe.capacity import equal_groups
 from semmoe.core import Placement
-from semmoe.methods import Method
+from semmoe.numeric.assignment import equal_groups
+from semmoe.placement.methods import Method
 from semmoe.placement.problem import Problem, Solution, placement_alone
 from semmoe.topology import Topology
 

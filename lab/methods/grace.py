@@ -15,11 +15,11 @@ while `metrics.copy_choice` assigns source ranks round-robin.
 import numpy as np
 
 from lab.methods.grouping import group_hierarchically
-from semmoe.affinity import pair_count
 from semmoe.core import Placement, RoutingTrace
-from semmoe.methods import Method
+from semmoe.placement.methods import Method
 from semmoe.placement.problem import Problem, Solution, placement_alone
 from semmoe.topology import Topology, physical_experts
+from semmoe.traces.affinity import pair_count
 
 METHOD = Method(__name__, copies=True, reads=("seed",))
 

@@ -6,9 +6,9 @@ from itertools import pairwise
 import numpy as np
 from scipy.cluster.vq import kmeans2
 
-from semmoe.affinity import pair_count
 from semmoe.core import RoutingTrace
 from semmoe.topology import Topology
+from semmoe.traces.affinity import pair_count
 
 STARTS = 8  # starts of k-means, of which the best is kept
 # cost of a transfer between nodes relative to one inside a node: NVLink's bandwidth over a network card's

@@ -23,12 +23,12 @@ from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import bmat, eye, kron
 
 from lab.methods.grouping import link_costs, paths_of
-from semmoe.affinity import expert_load
-from semmoe.capacity import balanced_packing
 from semmoe.core import Placement
-from semmoe.methods import Method
+from semmoe.numeric.assignment import balanced_packing
+from semmoe.placement.methods import Method
 from semmoe.placement.problem import Problem, Solution, placement_alone
 from semmoe.topology import Topology
+from semmoe.traces.affinity import expert_load
 
 METHOD = Method(__name__)
 TIME_LIMIT = 10.0  # seconds for the programs of all layers together

@@ -23,12 +23,12 @@ _PUBLIC = {
     "Topology": "topology",
     "compare": "solver",
     "load_plan": "plan",
-    "open_trace": "trace",
+    "open_trace": "traces.trace",
     "profile": "engines.transformers.profile",
-    "replay": "replayer",
+    "replay": "evaluation.replay",
     "save_plan": "plan",
     "solve": "solver",
-    "split": "splitter",
+    "split": "traces.split",
 }
 __all__ = list(_PUBLIC)
 

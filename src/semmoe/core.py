@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from semmoe.bounds import Declared, check_offsets, check_range, check_table
+from semmoe.io.bounds import Declared, check_offsets, check_range, check_table
 from semmoe.topology import Fingerprint, Topology
 
 PREFILL, DECODE = 0, 1

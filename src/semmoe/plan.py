@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.bounds import Declared, array_names, arrays_of, number_types, numbers_of
 from semmoe.core import Placement, Plan, RequestPolicy, TokenPolicy
-from semmoe.files import (
+from semmoe.io.bounds import Declared, array_names, arrays_of, number_types, numbers_of
+from semmoe.io.files import (
     MOST_JSON_BYTES,
     atomic_directory,
     check_output,
@@ -20,7 +20,7 @@ from semmoe.files import (
     save_arrays,
     save_json,
 )
-from semmoe.methods.paper_policies import PaperTable, PaperTables
+from semmoe.paper.policies import PaperTable, PaperTables
 from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.tokens.slices import ByPosition, PathScores
 from semmoe.topology import Fingerprint, Topology

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from semmoe.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, switch
+from semmoe.io.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, switch
 
 GRANULARITIES = ("layer", "batch")  # attention-TP: slices are decided once per layer or once per batch
 SEED = (0, (1 << 32) - 1)

@@ -9,10 +9,10 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from semmoe.core import Plan, RoutingTrace
-from semmoe.methods import check_applies, find_method
+from semmoe.costs.rows import RowCosts
+from semmoe.evaluation.replay import ReplayResult, replay
+from semmoe.placement.methods import check_applies, find_method
 from semmoe.placement.problem import Problem, Progress, Solution, weighed_tokens
-from semmoe.replayer import ReplayResult, replay
-from semmoe.rowcosts import RowCosts
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from semmoe.bounds import (
+from semmoe.io.bounds import (
     MOST_EXPERTS,
     MOST_LAYERS,
     MOST_RANKS,

@@ -10,8 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from semmoe.dataset import Prompt, encode
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers import recorder, verify
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.tokenizer import load_tokenizer
@@ -19,8 +18,9 @@ from semmoe.placement import linear
 from semmoe.plan import load_plan, save_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
+from semmoe.traces.dataset import Prompt, encode
+from semmoe.traces.texts import held_out_prompts
 
 pytest.register_assert_rewrite("repeat_tests", "server_tests", "start_tests")
 NEW_TOKENS = 8

@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.plan import load_plan
 
 CONCURRENCY = (1, 16, 4)

@@ -25,14 +25,14 @@ from ports import listening
 from serving import NEW_TOKENS, SEMMOE, cli, free_port
 from waiting import eventually
 
-from semmoe import live, watch
 from semmoe.cli import main
-from semmoe.demo import MODEL
-from semmoe.engines.live.files import plan_number, read_statuses
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers import verify
+from semmoe.live import client, watch
+from semmoe.live.status import plan_number, read_statuses
 from semmoe.plan import load_plan
 from semmoe.settings import SwapSettings
-from semmoe.trace import open_trace
+from semmoe.traces.trace import open_trace
 
 SWAPS, FEWER_SWAPS, CLIENTS = 50, 20, 64
 SPAWNED = "dp2"  # the set-up whose processes start as the engine starts them
@@ -344,7 +344,7 @@ class Clients:
 def swap(server, plan, layers=0):
     """What rank 0 says at the end; every rank of this node says the same."""
     settings = SwapSettings(layers_per_pass=layers)
-    status = live.swap(server.url, server.control, load_plan(plan), settings)
+    status = client.swap(server.url, server.control, load_plan(plan), settings)
     assert status.state == "done", (status, server.log[-3000:])
     assert {one.plan for one in read_statuses(server.control)} == {plan_number(load_plan(plan))}
     return status
@@ -354,7 +354,7 @@ def check_one_at_a_time(server, plans):
     """Of two swaps that are asked for at the same time one is done, and the other refused."""
     settings = SwapSettings(layers_per_pass=1)
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(live.swap, server.url, server.control, load_plan(path), settings) for path in plans[:2]]
+        asked = [pool.submit(client.swap, server.url, server.control, load_plan(path), settings) for path in plans[:2]]
         ended = [one.exception() or one.result().state for one in asked]
     assert "done" in ended, ended
     (refused,) = [one for one in ended if one != "done"]

@@ -12,7 +12,7 @@ import pytest
 import requests
 from serving import SEMMOE, Server, reason
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines import ownership
 from semmoe.engines.hooks import Hook, problem
 from semmoe.engines.transformers import verify

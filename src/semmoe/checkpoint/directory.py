@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.checkpoint.shards import Shard, Tensor, read_shard
-from semmoe.files import MOST_JSON_BYTES, read_limited
+from semmoe.io.files import MOST_JSON_BYTES, read_limited
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}

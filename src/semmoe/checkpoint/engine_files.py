@@ -16,7 +16,7 @@ import numpy as np
 from semmoe.checkpoint import engine_maps as maps
 from semmoe.checkpoint import engine_routes as routes
 from semmoe.core import Plan
-from semmoe.files import MOST_JSON_BYTES, read_limited
+from semmoe.io.files import MOST_JSON_BYTES, read_limited
 
 MAX_FILE_BYTES = 1 << 33
 LINES = ".jsonl"

@@ -17,7 +17,7 @@ from semmoe.checkpoint.directory import read_config
 from semmoe.checkpoint.layout import decoder_layers
 from semmoe.checkpoint.relabel import check_config, check_num_layers
 from semmoe.core import Placement, Plan
-from semmoe.files import check_output, save_text
+from semmoe.io.files import check_output, save_text
 from semmoe.topology import Fingerprint, Topology
 
 MAX_WHOLE = 1 << 53  # a float64 holds every whole number up to it
@@ -132,7 +132,7 @@ def whole(name: str, array: np.ndarray, most: int = MAX_WHOLE, hint: str = "") -
 
 def plan_of(kind: str, experts: Experts, model: Model, topology: Topology, redundant: int) -> Plan:
     """The plan that a map is, or that EPLB makes of counts with `redundant` experts; it schedules nothing."""
-    from semmoe.methods import eplb
+    from semmoe.placement import eplb
     from semmoe.placement.problem import placement_alone
 
     f, rows = model.fingerprint, experts.rows

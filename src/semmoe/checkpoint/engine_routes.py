@@ -22,12 +22,12 @@ import numpy as np
 
 from semmoe.checkpoint.engine_maps import Model, numbers, whole
 from semmoe.core import DECODE, PREFILL
-from semmoe.dataset import LeftOut
-from semmoe.files import MOST_JSON_BYTES
-from semmoe.npz import NPY_HEADERS
-from semmoe.prompts import UnusableError
-from semmoe.routing import check_left_out, impossible_tokens
-from semmoe.trace import TraceWriter
+from semmoe.io.files import MOST_JSON_BYTES
+from semmoe.io.npz import NPY_HEADERS
+from semmoe.traces.dataset import LeftOut
+from semmoe.traces.prompts import UnusableError
+from semmoe.traces.routing import check_left_out, impossible_tokens
+from semmoe.traces.trace import TraceWriter
 
 EXTEND = 1  # SGLang's ForwardMode of prompts
 FIELDS = {"forward_mode", "input_ids", "positions", "extend_seq_lens", "topk_ids_of_layer"}

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from semmoe.bounds import MOST_LAYERS
 from semmoe.checkpoint.directory import Checkpoint, config_count, read_config, tensor_names
 from semmoe.checkpoint.shards import FLOATS, INTEGERS, Tensor
+from semmoe.io.bounds import MOST_LAYERS
 
 BLOCK = re.compile(r"(?P<prefix>(?P<stack>.*?)\blayers\.(?P<layer>\d{1,6})\.\w+\.)(?P<rest>.+)")
 EXPERT = re.compile(r"experts\.(?P<expert>\d{1,6})\.(?P<part>.+)")

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.bounds import check_range
 from semmoe.checkpoint.directory import (
     EXPERT_FIELDS,
     INDEX,
@@ -39,7 +38,8 @@ from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
 from semmoe.checkpoint.shards import Progress, Stage, Tensor, write_shard
 from semmoe.checkpoint.verify import verify
 from semmoe.core import Plan
-from semmoe.files import atomic_directory, check_output, save_json
+from semmoe.io.bounds import check_range
+from semmoe.io.files import atomic_directory, check_output, save_json
 
 RECORD = "semmoe_relabelling.json"
 ONE_EXPERT = re.compile(

@@ -6,8 +6,8 @@ from importlib import import_module
 COMMANDS = "online solve replay apply convert trace serve watch swap adapt picker record calibrate report doctor"
 
 try:
-    from semmoe import console
     from semmoe.cli.app import app
+    from semmoe.io import console
 
     for module in COMMANDS.split():  # each adds its commands, in the order of `semmoe --help`
         import_module(f"semmoe.cli.{module}")

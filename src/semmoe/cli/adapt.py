@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from semmoe import console
 from semmoe.cli import options
 from semmoe.cli.app import SERVING, command
 from semmoe.engines.private import check_folder
+from semmoe.io import console
 from semmoe.settings import AdaptSettings
 
 LOG = "adapt.jsonl"
@@ -36,9 +36,9 @@ def adapt(
     Examples: `semmoe adapt http://127.0.0.1:30000 --plan plan` and
     `semmoe adapt http://127.0.0.1:30000 --plan plan --dry-run --json`
     """
-    from semmoe.adapt.loop import Adapter
-    from semmoe.adapt.solving import solve_aside
-    from semmoe.live import Served
+    from semmoe.live.adapt import Adapter
+    from semmoe.live.client import Served
+    from semmoe.live.solving import solve_aside
     from semmoe.plan import load_plan
 
     url, folder, client = server.find()
@@ -53,7 +53,7 @@ def adapt(
 
 def _check_serves(path: Path, plan: Any, folder: Path) -> None:
     """Raise ValueError if the server runs on another plan, or on none."""
-    from semmoe.engines.live.files import plan_name, plan_number, read_status
+    from semmoe.live.status import plan_name, plan_number, read_status
 
     check_folder(folder)
     serves = read_status(folder).plan

@@ -17,9 +17,10 @@ from urllib.parse import unquote, urlparse
 import typer
 from typer.core import TyperGroup
 
-from semmoe import __version__, console
+from semmoe import __version__
 from semmoe.cli.form import takes
-from semmoe.routing import RoutingWarning
+from semmoe.io import console
+from semmoe.traces.routing import RoutingWarning
 
 # Panels of `semmoe --help`.
 OFFLINE = "Offline"
@@ -58,7 +59,7 @@ class _Group(TyperGroup):
         except ValueError as error:
             _fail(str(error), 2)
         except OSError as error:
-            from semmoe.files import NO_ROOM
+            from semmoe.io.files import NO_ROOM
 
             words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             _fail(words, 1 if error.errno in NO_ROOM else 2)

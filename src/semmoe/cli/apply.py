@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from semmoe import console
-from semmoe.bounds import choice
 from semmoe.checkpoint.engine_files import WRITTEN
 from semmoe.checkpoint.relabel import plan_digest, relabel
 from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, command
 from semmoe.core import Plan
-from semmoe.files import check_output
+from semmoe.io import console
+from semmoe.io.bounds import choice
+from semmoe.io.files import check_output
 
 CHECKPOINT = "checkpoint"
 

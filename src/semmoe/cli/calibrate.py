@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from semmoe import console, tables
-from semmoe.cli import options
+from semmoe.cli import options, tables
 from semmoe.cli.app import TOOLS, command, refuse_given
-from semmoe.files import check_output, save_json
+from semmoe.io import console
+from semmoe.io.files import check_output, save_json
 from semmoe.settings import CalibrateSettings
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from semmoe.files import read_limited
+from semmoe.io.files import read_limited
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -6,17 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from semmoe import console
-from semmoe.bounds import number, switch
 from semmoe.checkpoint.engine_files import FORMATS, Format, load
 from semmoe.checkpoint.engine_maps import Model, plan_of
 from semmoe.checkpoint.engine_routes import Source, write_requests
 from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, command, refuse_given
-from semmoe.dataset import LeftOut
-from semmoe.files import atomic_directory, check_output
+from semmoe.io import console
+from semmoe.io.bounds import number, switch
+from semmoe.io.files import atomic_directory, check_output
 from semmoe.topology import Topology
-from semmoe.trace import TraceHeader, TraceWriter
+from semmoe.traces.dataset import LeftOut
+from semmoe.traces.trace import TraceHeader, TraceWriter
 
 PLANNED = ["ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
 
@@ -90,7 +90,7 @@ def _plan(form: Format, content: Any, file: Path, model: Any, topology: Topology
 
 
 def _trace(form: Format, content: Any, source: Source, out: Path) -> dict[str, Any]:
-    from semmoe.streams import check_tokens
+    from semmoe.traces.streams import check_tokens
 
     name, settings = f"imported:{source.path.name}", {"from": form.kind}
     header = TraceHeader(fingerprint=source.model.fingerprint, dataset_hash=name, settings=settings)

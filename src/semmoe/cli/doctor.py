@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from semmoe import console
-from semmoe.bounds import choice
 from semmoe.cli import options
 from semmoe.cli.app import TOOLS, command
 from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, supported, versions
+from semmoe.io import console
+from semmoe.io.bounds import choice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,21 +13,21 @@ from typing import Annotated, Any
 
 import typer
 
-from semmoe import console, tables
-from semmoe.bounds import choice
 from semmoe.checkpoint.directory import read_config
 from semmoe.checkpoint.relabel import plan_digest
-from semmoe.cli import options
+from semmoe.cli import options, tables
 from semmoe.cli.app import OFFLINE, PASSED_ON, TOOLS, command, install_hint, refuse_given
-from semmoe.dataset import LeftOut, check_token_ids, digest, encode_usable, is_running_text, read_prompts
-from semmoe.demo import generate_compared, run_demo
+from semmoe.cli.demo import generate_compared, run_demo
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.files import check_output, save_text
-from semmoe.prompts import Prompt
-from semmoe.results import GenerateFile
+from semmoe.evaluation.results import GenerateFile
+from semmoe.io import console
+from semmoe.io.bounds import choice
+from semmoe.io.files import check_output, save_text
 from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, ProfileSettings, PromptSettings
-from semmoe.texts import held_out_prompts
-from semmoe.trace import TraceHeader, TraceWriter
+from semmoe.traces.dataset import LeftOut, check_token_ids, digest, encode_usable, is_running_text, read_prompts
+from semmoe.traces.prompts import Prompt
+from semmoe.traces.texts import held_out_prompts
+from semmoe.traces.trace import TraceHeader, TraceWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def profile(
     Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --max-new-tokens 64 --out trace`
     """
     from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.streams import check_tokens
+    from semmoe.traces.streams import check_tokens
 
     check_output(out, directory=True, force=True, inputs=(model, dataset))  # a profile that was stopped resumes
     if asked.engine != "transformers":

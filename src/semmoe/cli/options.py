@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel
 
-from semmoe import console
-from semmoe.bounds import MOST_RANKS, choice, number
-from semmoe.calibration import PhaseLinks, load_links
-from semmoe.client import Client, make_client, split_address
+from semmoe.cli.demo import MODEL
 from semmoe.core import Plan, RoutingTrace
-from semmoe.demo import MODEL
-from semmoe.files import check_output, save_text
-from semmoe.results import checked
+from semmoe.costs.links import PhaseLinks, load_links
+from semmoe.evaluation.results import checked
+from semmoe.io import console
+from semmoe.io.bounds import MOST_RANKS, choice, number
+from semmoe.io.files import check_output, save_text
+from semmoe.live.http import Client, make_client, split_address
 from semmoe.topology import Topology
 
 TOPOLOGY = "Topology"
@@ -195,7 +195,7 @@ def ranks_at_hand() -> int:
 
 def read_trace(path: Path, seed: int = 0) -> RoutingTrace:
     """Load a trace; sample it if it is too large, and print the size of the sample."""
-    from semmoe.streams import open_bounded
+    from semmoe.traces.streams import open_bounded
 
     trace, tokens = open_bounded(path, seed)
     if trace.num_tokens == 0:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from semmoe import console
 from semmoe.cli import options
 from semmoe.cli.app import SERVING, command
 from semmoe.core import Plan
+from semmoe.io import console
 
 FINISH_SECONDS = 30  # for open streams after a signal to end
 SERVICES = ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Annotated
 
-from semmoe import console, tables
-from semmoe.cli import options
+from semmoe.cli import options, tables
 from semmoe.cli.app import SERVING, add_group
 from semmoe.cli.form import takes
 from semmoe.engines.private import check_folder
-from semmoe.engines.recorder.control import begin, end, name_ranks
-from semmoe.engines.recorder.files import CONTROL, Control, read_control, read_statuses
+from semmoe.io import console
+from semmoe.live.recorder.control import begin, end, name_ranks
+from semmoe.live.recorder.files import CONTROL, Control, read_control, read_statuses
 from semmoe.settings import RecordSettings, StopSettings
 
 FolderArgument = Annotated[Path, options.argument("The control folder, which `semmoe serve` prints.")]

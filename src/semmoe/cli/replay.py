@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from semmoe import console, tables
-from semmoe.cli import options
+from semmoe.cli import options, tables
 from semmoe.cli.app import OFFLINE, command, refuse_given
 from semmoe.cli.form import options_of, with_changes
 from semmoe.cli.solve import (
@@ -20,8 +19,9 @@ from semmoe.cli.solve import (
     warn_of_answers,
 )
 from semmoe.core import Plan, RoutingTrace
-from semmoe.methods import METHODS, check_applies, obstacle
-from semmoe.results import ReplayFile
+from semmoe.evaluation.results import ReplayFile
+from semmoe.io import console
+from semmoe.placement.methods import METHODS, check_applies, obstacle
 from semmoe.settings import ReplaySettings, SolveSettings, SplitSettings
 from semmoe.topology import Topology
 
@@ -94,10 +94,10 @@ def _described(solving: SolveSettings) -> dict[str, Any]:
 def _replay_plan(
     ctx: typer.Context, trace: RoutingTrace, path: Path, measure: ReplaySettings, settings: dict[str, Any]
 ) -> tuple[Topology, dict[str, dict[str, Any]]]:
-    from semmoe.online import start
+    from semmoe.evaluation.online import start
+    from semmoe.evaluation.replay import profiled_requests
     from semmoe.placement.linear import vanilla_plan
     from semmoe.plan import load_plan
-    from semmoe.replayer import profiled_requests
     from semmoe.solver import score
 
     plan = load_plan(path)
@@ -141,7 +141,7 @@ def _replay_methods(
     costs: PhaseCosts | None,
 ) -> dict[str, dict[str, Any]]:
     from semmoe.solver import score, solve_methods
-    from semmoe.splitter import split
+    from semmoe.traces.split import split
 
     profile, evaluation = split(trace, share, measure.seed)
     with console.bars() as bars:

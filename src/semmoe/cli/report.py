@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from semmoe import console
 from semmoe.cli import options
 from semmoe.cli.app import TOOLS, command
-from semmoe.files import check_output
+from semmoe.io import console
+from semmoe.io.files import check_output
 
 
 @command(TOOLS)

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from semmoe import console
 from semmoe.checkpoint.directory import read_config
 from semmoe.cli import options
 from semmoe.cli.app import PASSED_ON, SERVING, command
 from semmoe.core import Plan
 from semmoe.engines import ownership, supervisor, support
 from semmoe.engines.settings import PLANS, PluginSettings
+from semmoe.io import console
 from semmoe.settings import ServeSettings
 from semmoe.topology import Topology, physical_experts
 

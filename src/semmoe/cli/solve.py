@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semmoe import console, tables
-from semmoe.bounds import number
-from semmoe.calibration import PhaseLinks
-from semmoe.cli import options
+from semmoe.cli import options, tables
 from semmoe.cli.app import OFFLINE, command, refuse_given, was_given
 from semmoe.cli.form import with_changes
 from semmoe.core import Plan, RoutingTrace
-from semmoe.cost import LayerShape, end_to_end
-from semmoe.methods import METHODS, check_applies, find_method
-from semmoe.rowcosts import RowCosts
+from semmoe.costs.links import PhaseLinks
+from semmoe.costs.rows import RowCosts
+from semmoe.costs.timing import LayerShape, end_to_end
+from semmoe.io import console
+from semmoe.io.bounds import number
+from semmoe.placement.methods import METHODS, check_applies, find_method
 from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, RunningSettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
@@ -183,7 +183,7 @@ def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tu
 
 
 def _warn_of_load(plan: Plan, problem: "Problem", measure: ReplaySettings) -> None:
-    from semmoe.expectation import excess_load
+    from semmoe.evaluation.forecast import excess_load
 
     limit = problem.settings.cocluster.load_limit
     if plan.method == "semmoe" and limit is not None:
@@ -195,7 +195,7 @@ def _solve(
     problem: "Problem", model: str | None, measure: ReplaySettings, links: PhaseLinks, shape: LayerShape | None
 ) -> Plan:
     """Estimate the plan's figures for held-out requests, which gets half of the time, and solve it."""
-    from semmoe.expectation import expect
+    from semmoe.evaluation.forecast import expect
     from semmoe.solver import check_problem, solve_problem
 
     check_problem(problem)
@@ -258,7 +258,7 @@ def _embeddings(model: str, expected: Fingerprint) -> Any:
 
 def warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:
     """The number of requests scheduled by their answers, which a server would not know; a warning is printed."""
-    from semmoe.replayer import scheduled_by_answers
+    from semmoe.evaluation.replay import scheduled_by_answers
 
     by_answers = scheduled_by_answers(trace, topology)
     if by_answers:

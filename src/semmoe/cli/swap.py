@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from semmoe import console, tables
-from semmoe.calibration import load_links
-from semmoe.cli import options
+from semmoe.cli import options, tables
 from semmoe.cli.app import SERVING, command
 from semmoe.core import Plan
+from semmoe.costs.links import load_links
+from semmoe.costs.moving import move_between
 from semmoe.engines.private import check_folder
-from semmoe.moving import move_between
+from semmoe.io import console
 from semmoe.settings import SwapSettings
 
 
@@ -35,8 +35,8 @@ def swap(
     Examples: `semmoe swap http://127.0.0.1:30000 --plan new` and
     `semmoe swap http://127.0.0.1:30000 --plan new --layers-per-pass 4 --json`
     """
-    from semmoe import live
-    from semmoe.engines.live.files import plan_name, plan_number, stage
+    from semmoe.live.client import swap as swap_plan
+    from semmoe.live.status import plan_name, plan_number, stage
     from semmoe.plan import load_plan
 
     url, folder, client = server.find()
@@ -49,14 +49,14 @@ def swap(
         console.say(f"plan {name} is staged in {folder}")
     else:
         with console.err.status("swapping"):
-            status = live.swap(url, folder, loaded, settings, client)
+            status = swap_plan(url, folder, loaded, settings, client)
         _tell(plan_number(loaded), status, folder, as_json)
 
 
 def _price(plan: Plan, folder: Path, links: str | None, as_json: bool) -> None:
     """Print the experts that a swap would move, and how long passes would wait for it."""
-    from semmoe.engines.live.files import read_status, staged
-    from semmoe.engines.live.swap import check_fits
+    from semmoe.live.status import read_status, staged
+    from semmoe.live.swap import check_fits
 
     status = read_status(folder)
     old = staged(folder, status.plan)
@@ -80,7 +80,7 @@ def _price(plan: Plan, folder: Path, links: str | None, as_json: bool) -> None:
 
 def _tell(number: int, status: Any, folder: Path, as_json: bool) -> None:
     """Print how it ended, by rank 0's SwapStatus and those on disk. Raises RuntimeError unless it is done."""
-    from semmoe.engines.live.files import plan_name, read_statuses
+    from semmoe.live.status import plan_name, read_statuses
 
     ranks = [one for one in read_statuses(folder) if one.asked == number] or [status]
     if as_json:

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-from semmoe import console, tables
-from semmoe.cli import options
+from semmoe.cli import options, tables
 from semmoe.cli.app import OFFLINE, add_group
 from semmoe.cli.form import takes
-from semmoe.results import AffinityFile
-from semmoe.trace import describe as described
+from semmoe.evaluation.results import AffinityFile
+from semmoe.io import console
+from semmoe.traces.trace import describe as described
 
 trace_app = add_group("trace", OFFLINE, "Look into traces and join them: info, affinity, merge.")
 
@@ -19,7 +19,7 @@ def info(trace: options.TraceArgument, as_json: options.Json = False) -> None:
 
     Example: `semmoe trace info trace`
     """
-    from semmoe.streams import describe
+    from semmoe.traces.streams import describe
 
     with console.bars() as bars:
         found = describe(trace, bars.task("reading tokens", _tokens(trace)))
@@ -33,7 +33,7 @@ def affinity(*, trace: options.TraceArgument, result: options.ResultOptions) -> 
 
     Example: `semmoe trace affinity trace`
     """
-    from semmoe.concentration import concentration
+    from semmoe.traces.concentration import concentration
 
     result.check((trace,))
     opened = options.read_trace(trace)
@@ -52,7 +52,7 @@ def merge(
 
     Example: `semmoe trace merge node-0 node-1 --out trace`
     """
-    from semmoe.streams import merge as merge_traces
+    from semmoe.traces.streams import merge as merge_traces
 
     with console.bars() as bars:
         merged = merge_traces(traces, out, bars.task("joining tokens", sum(map(_tokens, traces))))
@@ -60,6 +60,6 @@ def merge(
 
 
 def _tokens(trace: Path) -> int:
-    from semmoe.streams import num_tokens
+    from semmoe.traces.streams import num_tokens
 
     return num_tokens(trace) if trace.is_dir() else 1

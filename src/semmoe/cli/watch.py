@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from semmoe import console, tables
-from semmoe.cli import options
+from semmoe.cli import options, tables
 from semmoe.cli.app import SERVING, command
+from semmoe.io import console
 from semmoe.settings import WatchSettings
 
 MAX_LOOKS = 10_000
@@ -45,7 +45,7 @@ def watch(
     Examples: `semmoe watch http://127.0.0.1:30000 --plan plan` and
     `semmoe watch http://127.0.0.1:30000 --plan plan --window 30 --once --json`
     """
-    from semmoe import watch as watching
+    from semmoe.live import watch as watching
 
     expected = None if plan is None else _expected_lar(plan)
     nodes = [url, *(also or [])]
@@ -69,8 +69,8 @@ def watch(
 
 def _expected_lar(plan: Path) -> float | None:
     """The local activation rate that a plan expects; a warning is printed if it expects none."""
+    from semmoe.live.watch import expected_lar
     from semmoe.plan import load_plan
-    from semmoe.watch import expected_lar
 
     expected = expected_lar(load_plan(plan).expected)
     if expected is None:

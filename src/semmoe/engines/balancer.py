@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from semmoe.core import Plan
-from semmoe.online import expected_tokens, live_settings, start
+from semmoe.evaluation.online import expected_tokens, live_settings, start
 from semmoe.requests.scheduler import Assigned
 
 GRACE = 0.2  # seconds until a request is expected to appear in its rank's load

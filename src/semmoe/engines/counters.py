@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.files import save_json
+from semmoe.io.files import save_json
 
 PREFIX = "semmoe_"
 PERIOD = 1.0  # seconds between publications

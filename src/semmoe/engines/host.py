@@ -17,13 +17,13 @@ from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Counters, Reading
 from semmoe.engines.hooks import is_tried
-from semmoe.engines.live.swap import NoSwapper, Swapper
-from semmoe.engines.recorder.files import refuse
-from semmoe.engines.recorder.passes import Listener, PassRecorder
-from semmoe.engines.recorder.recorder import LiveRecorder
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.traffic import RankTraffic, rank_traffic
+from semmoe.live.recorder.files import refuse
+from semmoe.live.recorder.passes import Listener, PassRecorder
+from semmoe.live.recorder.recorder import LiveRecorder
+from semmoe.live.swap import NoSwapper, Swapper
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.traffic import TrafficCounter

@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from semmoe.files import Model, parse_json
+from semmoe.io.files import Model, parse_json
 
 MOST_BYTES = 1 << 16  # of a small file
 

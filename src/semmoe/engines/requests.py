@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from semmoe.core import Plan
 from semmoe.engines.balancer import RequestBalancer
 from semmoe.engines.counters import Counters, Reading
-from semmoe.engines.live.files import plan_number
+from semmoe.live.status import plan_number
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 import jinja2  # noqa: F401  # chat templates need it, and transformers reports its absence only when it renders one
 import numpy as np
 
-from semmoe.dataset import text_of
-from semmoe.prompts import Prompt, UnusableError, request_prompts
+from semmoe.traces.dataset import text_of
+from semmoe.traces.prompts import Prompt, UnusableError, request_prompts
 
 log = logging.getLogger(__name__)
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")  # whose prompts are read

@@ -16,19 +16,19 @@ from time import monotonic
 
 import numpy as np
 
-from semmoe.copychoice import CopyChoice, preferred_copies
 from semmoe.core import DECODE, PREFILL, Placement
+from semmoe.costs.rows import RowCosts, mean_costs, near_and_far
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
 from semmoe.placement.layers import LayerProblem, LayerSearch, Layout
 from semmoe.placement.loads import expected_load, total_cost
 from semmoe.placement.problem import Problem, Tokens, weighed_tokens
-from semmoe.rowcosts import RowCosts, mean_costs, near_and_far
 from semmoe.settings import CoclusterSettings
-from semmoe.splitter import draw_requests
+from semmoe.tokens.copychoice import CopyChoice, preferred_copies
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict
 from semmoe.tokens.slices import assign
 from semmoe.topology import Topology, physical_experts
+from semmoe.traces.split import draw_requests
 
 # Prices of load: of rough searches, relative to the highest price; of finer ones, relative to the price at which rough
 # layouts meet the limit, or to the least of theirs where the cheapest of them meet it.

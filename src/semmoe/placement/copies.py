@@ -5,7 +5,7 @@ token reaches and how the load of experts with copies is shared. The search (`pl
 for all ranks, at the homes that tokens would have if routing were known. Here homes are the predicted ones, and single
 (source rank, expert) pairs change to another copy while that lowers
 
-    what the all-to-all charges per token (`rowcosts`) + LOAD_PRICE * load above the mean
+    what the all-to-all charges per token (`costs.rows`) + LOAD_PRICE * load above the mean
 
 which is summed over ranks and averaged over several mixes of the profile's requests. On gpt-oss with 8 redundant
 experts this lowers the expert load (max/mean) of held-out batches by .04 and adds .005 remote ranks per token.
@@ -13,7 +13,7 @@ experts this lowers the expert load (max/mean) of held-out batches by .04 and ad
 
 import numpy as np
 
-from semmoe.jit import njit
+from semmoe.numeric.jit import njit
 from semmoe.placement.problem import Tokens
 
 MIXES, SWEEPS = 16, 8

@@ -5,7 +5,7 @@ This is the step `expert_place` of the paper's Algorithm 1; semmoe's own search 
 
 import numpy as np
 
-from semmoe.jit import njit
+from semmoe.numeric.jit import njit
 
 
 def place_layer(together, data, swaps, alpha, beta, gamma):

@@ -8,9 +8,9 @@ ranks. Copies are decided here too: a copy on another node than an expert's own 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from semmoe.capacity import balanced_packing, replicate_experts
+from semmoe.costs.rows import RowCosts, plain_costs
+from semmoe.numeric.assignment import balanced_packing, replicate_experts
 from semmoe.placement.greedy import place_layer
-from semmoe.rowcosts import RowCosts, plain_costs
 from semmoe.topology import Topology
 
 EASY_SWAPS = 200  # random swaps per expert of a start from affinities alone

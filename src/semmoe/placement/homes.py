@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from semmoe.jit import njit as compiled
-from semmoe.rowcosts import RowCosts
+from semmoe.costs.rows import RowCosts
+from semmoe.numeric.jit import njit as compiled
 
 njit = compiled(nogil=True)
 inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, which cost more than what they do

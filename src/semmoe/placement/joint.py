@@ -13,8 +13,8 @@ through the rates.
 import numpy as np
 from scipy.optimize import linear_sum_assignment, quadratic_assignment
 
-from semmoe.capacity import equal_groups, improve_assignment, one_hot
-from semmoe.jit import njit
+from semmoe.numeric.assignment import equal_groups, improve_assignment, one_hot
+from semmoe.numeric.jit import njit
 
 STEPS = 30  # most alternations of one start; it ends earlier when the objective no longer rises
 SWEEPS = 30  # passes over the requests in one step

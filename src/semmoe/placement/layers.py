@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from semmoe.affinity import pair_count
+from semmoe.costs.rows import RowCosts
 from semmoe.placement import hierarchy
 from semmoe.placement.copies import hosting_ranks
 from semmoe.placement.homes import Sets, make_state
@@ -20,9 +20,9 @@ from semmoe.placement.moves import search_moves, sum_move_costs
 from semmoe.placement.problem import Tokens
 from semmoe.placement.search import Effort
 from semmoe.placement.swaps import search_swaps
-from semmoe.rowcosts import RowCosts
 from semmoe.settings import CoclusterSettings
 from semmoe.topology import Topology
+from semmoe.traces.affinity import pair_count
 
 ROUGH_TOKENS = 3072  # of a rough search
 # A finer search uses so many tokens per expert, and at most so many, without and with redundant experts; of tokens that

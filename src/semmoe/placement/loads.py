@@ -5,11 +5,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import csr_matrix, diags
 
-from semmoe.affinity import count
-from semmoe.metrics import layer_traffic
+from semmoe.costs.metrics import layer_traffic
+from semmoe.costs.rows import RowCosts
 from semmoe.placement.homes import njit
 from semmoe.placement.problem import Tokens
-from semmoe.rowcosts import RowCosts
+from semmoe.traces.affinity import count
 
 MIXES = 64
 

@@ -5,20 +5,20 @@ from time import monotonic
 
 import numpy as np
 
-from semmoe.copychoice import preferred_copies
 from semmoe.core import Placement, RequestPolicy, RoutingTrace
+from semmoe.costs.rows import RowCosts, near_and_far
 from semmoe.placement import cocluster
 from semmoe.placement.joint import cocluster_requests, pairs_between, recluster_requests, seat_groups
 from semmoe.placement.problem import Problem, Solution
 from semmoe.requests import predictor as request_map
 from semmoe.requests.capacity import CapacityScheduler
 from semmoe.requests.policy import RoundRobin
-from semmoe.rowcosts import RowCosts, near_and_far
 from semmoe.settings import PredictorSettings
-from semmoe.splitter import near_duplicates
 from semmoe.tokens import predictor as predict
+from semmoe.tokens.copychoice import preferred_copies
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
+from semmoe.traces.split import near_duplicates
 
 SEARCHING = 0.9  # share of a budget of time after which the search ends, and the tables are made
 

@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from semmoe.core import DECODE, PREFILL, Placement, Plan, RequestPolicy, RoutingTrace, TokenPolicy
+from semmoe.costs.rows import RowCosts, plain_costs
 from semmoe.requests.policy import RoundRobin
-from semmoe.rowcosts import RowCosts, plain_costs
 from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology

@@ -7,7 +7,7 @@ used by ranks whose node has none. Tokens come as sets: the distinct rows of rou
 Every set takes its best home among the ranks of its request's attention group, under prices that keep homes equally
 full (the dual variables of attention-TP's equal slices). The cost of a layout is
 
-    mean over tokens of  min over h of  (price h + what the all-to-all charges a token on h, as `rowcosts` writes it)
+    mean over tokens of  min over h of  (price h + what the all-to-all charges a token on h, as `costs.rows` writes it)
 
 with one `RowCosts` for each kind of tokens, plus `load_price` times the expected highest load of a rank (`loads`).
 Moves are: swap the contents of two slots; replace an expert that has another copy; make another copy the primary one.

@@ -9,8 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from semmoe.checkpoint.relabel import plan_digest
 from semmoe.core import Plan
+from semmoe.evaluation.results import DemoFile, Expected, GenerateFile, ReplayFile
 from semmoe.plan import load_plan
-from semmoe.results import DemoFile, Expected, GenerateFile, ReplayFile
 
 MAX_ENTRIES = 500  # files and directories that are read of a directory
 MAX_PLANS = 8

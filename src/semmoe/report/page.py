@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from semmoe import __version__
-from semmoe.cost import WORTH
-from semmoe.files import atomic_file
+from semmoe.costs.timing import WORTH
+from semmoe.io.files import atomic_file
 from semmoe.report import sections, verdict, words
 from semmoe.report.gather import Inputs, PlanFile, gather
 from semmoe.report.verdict import Pair, Replayed

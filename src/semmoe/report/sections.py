@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.cost import WORTH
+from semmoe.costs.timing import WORTH
+from semmoe.evaluation.results import Expected, Layer, ReplayFile
 from semmoe.report import figures, words
 from semmoe.report.verdict import Replayed
 from semmoe.report.view import Figure, Key, Panel, Table
 from semmoe.report.words import LAR, LOAD, REMOTE, Column, cells
-from semmoe.results import Expected, Layer, ReplayFile
 
 VANILLA, PLAN = Key("vanilla", "vanilla"), Key("plan", "plan")
 BUSIEST: Column = ("busiest rank", "load_per_rank", lambda pairs: str(int(np.argmax(pairs))) if pairs else words.NONE)

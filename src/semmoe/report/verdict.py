@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from semmoe.evaluation.results import Figures, GenerateFile
 from semmoe.report import words
 from semmoe.report.gather import Inputs, PlanFile
 from semmoe.report.view import Card, Number
-from semmoe.results import Figures, GenerateFile
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from semmoe.results import LinksNote
+from semmoe.evaluation.results import LinksNote
 from semmoe.topology import Topology
 
 MAX_NAME = 80  # characters of a name that comes from a file

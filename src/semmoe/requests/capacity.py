@@ -42,8 +42,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from semmoe.capacity import improve_assignment
-from semmoe.jit import njit
+from semmoe.numeric.assignment import improve_assignment
+from semmoe.numeric.jit import njit
 from semmoe.requests.policy import PromptScores
 from semmoe.requests.scheduler import Assigned, RequestScheduler
 

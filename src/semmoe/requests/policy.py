@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from semmoe.bounds import MOST_RANKS, Checked, Declared, check_numbers, required_number
+from semmoe.io.bounds import MOST_RANKS, Checked, Declared, check_numbers, required_number
 from semmoe.topology import Fingerprint, Topology
 
 

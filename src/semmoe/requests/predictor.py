@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_matrix, diags
 
-from semmoe.affinity import count
 from semmoe.core import DECODE, RoutingTrace
-from semmoe.jit import njit
+from semmoe.numeric.jit import njit
 from semmoe.requests.policy import PromptScores
+from semmoe.traces.affinity import count
 
 RIDGES = (0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0)
 ROUTING_WEIGHTS = (0.5, 1.0, 2.0)  # candidate weights of the second view, relative to the mean square of the first

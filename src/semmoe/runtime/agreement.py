@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from semmoe import __version__
 from semmoe.core import Plan
-from semmoe.digests import digest
+from semmoe.numeric.digests import digest
 
 DIGEST = 32  # bytes of SHA-256
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from semmoe.runtime.rows import sum_parts
+from semmoe.runtime.rows import pack_rows, sum_in_order, unpack_rows
 
 # torch 2.13 renamed both; earlier versions have the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -144,38 +144,43 @@ class Communicator:
             _reduce_scatter(out, slices, group=self.group)
             self.count_round("reduce_scatter", self.size - 1)
             return out
-        slices = slices.contiguous().flatten(1) if slices.dim() > 1 else slices[:, None]
-        arrived = self.staging("arrived", (self.size - 1, rows, slices.shape[1]), slices)
+        slices = slices.contiguous()
+        arrived = self.staging("arrived", (self.size - 1, rows, *shape), slices)
         places = [*arrived[: self.rank], None, *arrived[self.rank :]]
         self.wait("reduce_scatter", self.exchange("reduce_scatter", places, slices.split(rows)))
-        return sum_parts(arrived, slices.split(rows)[self.rank], self.rank).view(rows, *shape)
+        places[self.rank] = slices.split(rows)[self.rank]
+        return sum_in_order(places)
 
     def all_gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors (S, ...) of this rank -> (size * S, ...) of all, in rank order, in transit at the same time."""
-        outs = [rows.new_empty((self.size * len(rows), *rows.shape[1:])) for rows in columns]
-        works = []
-        for tag, (out, rows) in enumerate(zip(outs, columns, strict=True)):
-            if len(rows):  # the same number on every rank
-                self.sent["all_gather"] += (self.size - 1) * rows.numel() * rows.element_size()
-                works += self._start_gather(out, rows.contiguous(), tag)
-        self.wait("all_gather", works)
-        return outs
-
-    def _start_gather(self, out: torch.Tensor, rows: torch.Tensor, tag: int) -> list[Any]:
+        """Tensors (S, H) of this rank -> (size * S, H) of all, in rank order; over gloo in one message."""
         if self.backend == "nccl":
-            _all_gather(out, rows, group=self.group)
+            return [self._gather_on_gpu(rows) for rows in columns]
+        packed = pack_rows(columns)
+        out = packed.new_empty((self.size * len(packed), packed.shape[1]))
+        if len(packed):  # the same number on every rank
+            parts = out.split(len(packed))
+            parts[self.rank].copy_(packed)
+            self._count_gather(packed)
+            self.wait("all_gather", self.exchange("all_gather", parts, [packed] * self.size))
+        return unpack_rows(out, columns)
+
+    def _gather_on_gpu(self, rows: torch.Tensor) -> torch.Tensor:
+        out = rows.new_empty((self.size * len(rows), *rows.shape[1:]))
+        if len(rows):
+            self._count_gather(rows)
+            _all_gather(out, rows.contiguous(), group=self.group)
             self.count_round("all_gather", self.size - 1)
-            return []
-        parts = out.split(len(rows))
-        parts[self.rank].copy_(rows)
-        return self.exchange("all_gather", parts, [rows] * self.size, tag)
+        return out
+
+    def _count_gather(self, rows: torch.Tensor) -> None:
+        self.sent["all_gather"] += (self.size - 1) * rows.numel() * rows.element_size()
 
     def exchange(
-        self, kind: str, receive: Sequence[torch.Tensor | None], send: Sequence[torch.Tensor | None], tag: int = 0
+        self, kind: str, receive: Sequence[torch.Tensor | None], send: Sequence[torch.Tensor | None]
     ) -> list[Any]:
         """Start to send send[j] to each other rank j and to receive receive[j]; returns the works to pass to `wait`.
 
-        All tensors are contiguous; this rank's own entries are ignored. Concurrent exchanges need different tags.
+        All tensors are contiguous; this rank's own entries are ignored.
         Messages are counted here, bytes are not. Over gloo every receive is posted before the first send. gloo's own
         all-to-all does the opposite, so that a rank's notice that it can receive queues behind its data and a link
         carries one direction at a time (half of its capacity between two ranks, two thirds between four).
@@ -188,14 +193,12 @@ class Communicator:
             theirs = [empty if j == self.rank or t is None else t for j, t in enumerate(receive)]
             return [dist.all_to_all(theirs, ours, group=self.group, async_op=True)] if others else []
         works = [
-            dist.irecv(t, group=self.group, tag=tag, group_src=j)
+            dist.irecv(t, group=self.group, group_src=j)
             for j in reversed(others)
             if (t := receive[j]) is not None and t.numel()
         ]
         return works + [
-            dist.isend(t, group=self.group, tag=tag, group_dst=j)
-            for j in others
-            if (t := send[j]) is not None and t.numel()
+            dist.isend(t, group=self.group, group_dst=j) for j in others if (t := send[j]) is not None and t.numel()
         ]
 
     def all_reduce(self, tensor: torch.Tensor, kind: str = "all_reduce") -> torch.Tensor:

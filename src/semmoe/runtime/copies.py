@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semmoe.copychoice import nearest_copies, preferred_copies
 from semmoe.core import Plan
 from semmoe.runtime import kernels
+from semmoe.tokens.copychoice import nearest_copies, preferred_copies
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ experts are, so one row per (token, destination rank) comes back, already summed
 for itself are copied, not sent.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.rows import add_rows
+from semmoe.runtime.rows import pack_rows, unpack_rows
 
 
 @dataclass(frozen=True)
@@ -49,26 +48,12 @@ def dispatch(
     sent = counts.tolist()
     ranks = torch.arange(comm.size, device=targets.device).repeat_interleave(counts)
     ids = torch.where(targets[tokens] == ranks[:, None], expert_ids[tokens], -1).to(torch.int32)
-    parts = _pack([hidden[tokens], ids, weights[tokens]]).split(sent)
+    parts = pack_rows([hidden[tokens], ids, weights[tokens]]).split(sent)
     arrived = comm.exchange_rows("dispatch", parts)
     handle = DispatchHandle(tokens, sent, [len(part) for part in arrived], len(hidden))
     rows = torch.cat([*arrived[: comm.rank], *arrived[comm.rank + 1 :], arrived[comm.rank]])
-    hidden_rows, ids, row_weights = _unpack(rows, [hidden, ids, weights])
+    hidden_rows, ids, row_weights = unpack_rows(rows, [hidden, ids, weights])
     return ReceivedTokens(hidden_rows, ids.long(), row_weights), handle
-
-
-def _pack(columns: Sequence[Tensor]) -> Tensor:
-    """(M, bytes) uint8: the rows of several tensors (M, ...) side by side, so that one message holds them."""
-    flat = [rows.contiguous().view(-1).view(torch.uint8) for rows in columns]
-    widths = [rows.shape[1] * rows.element_size() for rows in columns]
-    return torch.cat([rows.view(-1, width) for rows, width in zip(flat, widths, strict=True)], dim=1)
-
-
-def _unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors (M, ...) that `_pack` put side by side, of the types and widths of `like`."""
-    parts = rows.split([column.shape[1] * column.element_size() for column in like], dim=1)
-    flat = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]  # aligned, too
-    return [part.view(column.dtype).view(-1, column.shape[1]) for part, column in zip(flat, like, strict=True)]
 
 
 def rows_by_rank(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +83,7 @@ def combine(comm: Communicator, results: Tensor, handle: DispatchHandle) -> Tens
     parts = list(back.split(receive))
     parts[comm.rank] = local
     for rows, tokens in zip(parts, handle.tokens.split(handle.num_tokens_per_rank), strict=True):
-        add_rows(out, rows, tokens)
+        out.index_add_(0, tokens, rows.to(kind))
     return out.to(remote.dtype)
 
 

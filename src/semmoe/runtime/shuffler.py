@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from semmoe.core import Plan, TokenPolicy
-from semmoe.methods.paper_policies import PaperTables, assign_slices, device_of_expert, look_up
-from semmoe.metrics import majority_rank
+from semmoe.costs.metrics import majority_rank
+from semmoe.paper.policies import PaperTables, assign_slices, device_of_expert, look_up
 from semmoe.runtime import kernels
 from semmoe.runtime.history import History
 from semmoe.runtime.shuffle import ShuffleHandle, shuffle_handle, slice_rows

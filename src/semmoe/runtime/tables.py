@@ -29,6 +29,7 @@ class Turns:
 class ScoreTables:
     """`PathScores` as tensors of the same shapes."""
 
+    policy: PathScores
     token_rows: Tensor
     token_scores: Tensor
     token_shift: Tensor  # (L,) int32
@@ -44,7 +45,7 @@ class ScoreTables:
         arrays = {name: getattr(tables, name) for name in names}
         arrays["token_shift"] = tables.token_shift.astype(np.int32)
         copied = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
-        return cls(**copied, lookback=tables.lookback, ordered=tables.ordered)
+        return cls(policy=tables, **copied, lookback=tables.lookback, ordered=tables.ordered)
 
     @property
     def num_experts(self) -> int:

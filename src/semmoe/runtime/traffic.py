@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semmoe.metrics import Traffic
+from semmoe.costs.metrics import Traffic
 from semmoe.runtime import kernels
 
 

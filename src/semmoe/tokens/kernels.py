@@ -6,7 +6,7 @@ slices without communication.
 
 import numpy as np
 
-from semmoe.jit import njit
+from semmoe.numeric.jit import njit
 
 SCALE = 2048  # table units of one expected expert
 RUNNING_PRIOR, RUNNING_LIMIT = 8, 24  # tokens: initial weight of the running mean, and the maximum added to it

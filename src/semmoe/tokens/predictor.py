@@ -19,10 +19,8 @@ from os import cpu_count
 
 import numpy as np
 
-from semmoe.affinity import resolve_tokens
 from semmoe.core import Placement, RoutingTrace
 from semmoe.settings import PredictorSettings
-from semmoe.splitter import draw_requests
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.regression import (
     TOKEN_PRIOR,
@@ -35,6 +33,8 @@ from semmoe.tokens.regression import (
     ridge_weights,
 )
 from semmoe.tokens.slices import Looks, PathScores
+from semmoe.traces.affinity import resolve_tokens
+from semmoe.traces.split import draw_requests
 
 MAX_COLUMNS = 3000  # most columns of one layer's regression for the path
 # (look-back, ordered planes) to try

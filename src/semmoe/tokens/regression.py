@@ -10,7 +10,7 @@ from scipy import linalg
 from scipy.sparse import csr_matrix
 
 from semmoe.core import DECODE, RoutingTrace
-from semmoe.jit import njit
+from semmoe.numeric.jit import njit
 from semmoe.tokens.kernels import RUNNING_LIMIT, RUNNING_PRIOR
 from semmoe.tokens.slices import Looks
 

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from semmoe.affinity import known_rows
-from semmoe.bounds import Checked, Declared, required_number
 from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Plan, RoutingTrace
+from semmoe.io.bounds import Checked, Declared, required_number
 from semmoe.tokens import kernels
 from semmoe.tokens.kernels import SCALE
 from semmoe.topology import Fingerprint, Topology
+from semmoe.traces.affinity import known_rows
 
 MOST_LOOKBACK = 1024
 INT8, INT16 = 127, 32767

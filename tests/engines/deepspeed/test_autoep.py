@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import build
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.deepspeed import offline
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import verify

@@ -10,8 +10,8 @@ import pytest
 import torch
 from ranks import on_ranks
 
+from semmoe.cli.demo import MODEL
 from semmoe.core import Topology
-from semmoe.demo import MODEL
 from semmoe.engines.transformers import recorder as plain_recorder
 from semmoe.engines.transformers.model import load_model
 from semmoe.placement.linear import vanilla_plan

@@ -3,7 +3,7 @@
 import pytest
 from test_autoep import SETTINGS, TOPOLOGIES, topology
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.deepspeed.offline import set_up
 from semmoe.engines.transformers.generate import generate
 from semmoe.engines.transformers.recorder import record

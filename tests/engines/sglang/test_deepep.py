@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from offline import completed
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.plan import load_plan
 
 STAND_IN = Path(__file__).parents[3] / "engines" / "deep-ep-cpu"

@@ -11,7 +11,7 @@ import pytest
 from serving import free_port
 from sglang_server import SglangServer
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 
 pytest.importorskip("mooncake.engine", reason="Mooncake needs libibverbs", exc_type=ImportError)
 pytestmark = pytest.mark.families

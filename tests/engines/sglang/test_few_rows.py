@@ -5,8 +5,8 @@ import json
 import pytest
 from offline import completed
 
+from semmoe.cli.demo import MODEL
 from semmoe.core import NEVER
-from semmoe.demo import MODEL
 from semmoe.engines.transformers import recorder
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, SolveSettings

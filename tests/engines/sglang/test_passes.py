@@ -7,12 +7,12 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from semmoe.engines.recorder.passes import PassRecorder
 from semmoe.engines.sglang.model import prompts
 from semmoe.engines.sglang.rank import RankPlugin
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.step import read_step
+from semmoe.live.recorder.passes import PassRecorder
 from semmoe.plan import load_plan
 from semmoe.runtime.shuffler import Shuffler
 

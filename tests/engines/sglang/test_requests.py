@@ -9,8 +9,8 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from semmoe.engines.counters import Counters
-from semmoe.engines.live.files import plan_number
 from semmoe.engines.sglang.requests import RequestHook
+from semmoe.live.status import plan_number
 from semmoe.plan import load_plan
 
 

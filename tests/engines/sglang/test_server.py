@@ -4,7 +4,7 @@ from server_tests import ServerTests, started
 from serving import cli
 from sglang_server import SglangServer
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 
 SET_UPS = {  # options of `semmoe serve`, SGLang's own
     "tp1": (["--ep-size", "1"], ()),

@@ -8,7 +8,7 @@ from serving import refused
 from sglang_server import SglangServer
 from start_tests import StartTests
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.hooks import cpu_patches
 from semmoe.engines.launch import command_line
 from semmoe.engines.sglang import launch, targets

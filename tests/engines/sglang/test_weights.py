@@ -8,7 +8,7 @@ import transformers
 from offline import on_engine
 from safetensors.torch import load_file
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers import recorder, verify
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.tokenizer import load_tokenizer

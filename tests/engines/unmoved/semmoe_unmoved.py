@@ -5,7 +5,7 @@ import signal
 
 
 def register() -> None:
-    from semmoe.engines.live.swap import Swapper
+    from semmoe.live.swap import Swapper
 
     spoil = {"slot": keep_a_slot, "death": die_between_steps}[os.environ["UNMOVED"]]
     spoil(Swapper)

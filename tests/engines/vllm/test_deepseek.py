@@ -11,7 +11,7 @@ from models import COMMON, LATENT
 from serving import num_parted
 from two_ranks import LATENT_HEADS, counted, make_plan, on_two_ranks
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(600)  # for machines under load

@@ -9,7 +9,7 @@ import json
 import pytest
 from vllm_server import VllmServer
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 
 pytestmark = pytest.mark.families
 BLOCK = 32

@@ -3,8 +3,8 @@
 import pytest
 from two_ranks import counted, make_plan, on_two_ranks
 
+from semmoe.cli.demo import MODEL
 from semmoe.core import NEVER
-from semmoe.demo import MODEL
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.utils.serial_utils import numpy2base64
 
 from semmoe.cli import app
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
-from semmoe.trace import open_trace
+from semmoe.traces.trace import open_trace
 
 
 def test_a_completion_with_routed_experts_is_read(tmp_path):

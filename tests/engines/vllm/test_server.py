@@ -4,7 +4,7 @@ from server_tests import ServerTests, started
 from serving import cli
 from vllm_server import VllmServer
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 
 SET_UPS = {  # options of `semmoe serve`, vLLM's own
     # A cache of 640 tokens, which 16 requests do not fit in; recorded as in CUDA graphs.

@@ -4,7 +4,7 @@ from serving import refused
 from start_tests import StartTests
 from vllm_server import VllmServer
 
-from semmoe.demo import MODEL
+from semmoe.cli.demo import MODEL
 from semmoe.engines.hooks import cpu_patches
 from semmoe.engines.vllm import targets
 

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from semmoe.core import NEVER, Plan
+from semmoe.costs.metrics import Traffic
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
 from semmoe.engines.transformers.config import architecture_hash
 from semmoe.engines.transformers.model import decoder_layers
 from semmoe.engines.transformers.planned import Costs, PlannedModel, check_layout
-from semmoe.metrics import Traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.copies import rank_copies

@@ -15,21 +15,21 @@ from sglang.srt.eplb.expert_location_updater import update_expert_weights_single
 from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
 from sglang.srt.runtime_context import get_parallel, get_resources
 
-from semmoe.bounds import MOST_LAYERS
 from semmoe.core import Plan
 from semmoe.engines.absent import NoShuffle
-from semmoe.engines.live.files import MOST_NUMBER
-from semmoe.engines.live.swap import NoSwapper, Swapper
 from semmoe.engines.sglang.location import ChosenCopies
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.swap import LAYERS, REQUESTS, SWAP
+from semmoe.io.bounds import MOST_LAYERS
+from semmoe.live.status import MOST_NUMBER
+from semmoe.live.swap import NoSwapper, Swapper
 from semmoe.runtime.shuffler import Shuffler
 
 UNSEEN = ("correction_bias",)  # parameters of a layer that belong to no slot
 
 
 class LiveExperts:
-    """layers: the model's decoder layers with experts, which `blocks` are; see `semmoe.engines.live.swap.Experts`.
+    """layers: the model's decoder layers with experts, which `blocks` are; see `semmoe.live.swap.Experts`.
 
     new_shuffler: None where tokens are not shuffled. captured: whether graphs hold the addresses of tables.
     """

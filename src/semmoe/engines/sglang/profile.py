@@ -12,7 +12,7 @@ from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang import launch
 from semmoe.engines.sglang.offline import Completion, running
 from semmoe.topology import Topology
-from semmoe.trace import TraceWriter
+from semmoe.traces.trace import TraceWriter
 
 
 def profile(

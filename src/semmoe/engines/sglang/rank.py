@@ -16,7 +16,6 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_resources, ge
 from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.host import Host, check_same_plan
-from semmoe.engines.live.swap import SwapError, attach
 from semmoe.engines.sglang import guard, targets
 from semmoe.engines.sglang.families import expert_sizes, with_copies
 from semmoe.engines.sglang.live import LiveExperts, Orders
@@ -37,6 +36,7 @@ from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.sglang.weights import load_tied, placed_only
+from semmoe.live.swap import SwapError, attach
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import Shuffler
 from semmoe.runtime.traffic import TrafficCounter

@@ -16,9 +16,9 @@ from typing import Any
 from semmoe.core import Plan
 from semmoe.engines.balancer import warm_up
 from semmoe.engines.counters import Counters
-from semmoe.engines.live.files import staged
 from semmoe.engines.requests import RequestNamer
 from semmoe.engines.sglang.swap import REQUESTS
+from semmoe.live.status import staged
 from semmoe.requests.window import Window
 
 log = logging.getLogger(__name__)

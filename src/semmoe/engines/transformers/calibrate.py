@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from semmoe.calibration import Experts, Links, Tier
-from semmoe.cost import LayerShape
+from semmoe.costs.links import Experts, Links, Tier
+from semmoe.costs.timing import LayerShape
 from semmoe.engines.transformers.config import expert_size, num_experts
 from semmoe.engines.transformers.model import load_model, moe_layers
 from semmoe.engines.transformers.parallel import LocalExperts
-from semmoe.files import load_json, save_json
+from semmoe.io.files import load_json, save_json
 from semmoe.placement import linear
 from semmoe.runtime.collectives import Communicator, launched_world, world
 from semmoe.runtime.dispatch import combine, dispatch

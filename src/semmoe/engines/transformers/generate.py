@@ -18,18 +18,18 @@ from transformers import PreTrainedModel
 
 from semmoe.checkpoint.directory import read_config
 from semmoe.core import Plan
-from semmoe.dataset import check_token_ids
+from semmoe.costs.metrics import max_over_mean, sum_traffic
 from semmoe.engines.support import embedded_problems
 from semmoe.engines.transformers.batch import cut, step
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import EXCHANGES, ParallelModel
 from semmoe.engines.transformers.planned import PlannedModel
-from semmoe.metrics import max_over_mean, sum_traffic
-from semmoe.online import schedule_batch
+from semmoe.evaluation.online import schedule_batch
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.settings import GenerateSettings
 from semmoe.topology import Topology
+from semmoe.traces.dataset import check_token_ids
 
 Answer = tuple[list[int], float]  # new tokens, and the seconds until the first
 

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from semmoe.copychoice import copy_choice
 from semmoe.core import Plan
+from semmoe.costs.metrics import Traffic, layer_traffic, no_traffic
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.engines.transformers.planned import PlannedModel, check_layout
-from semmoe.metrics import Traffic, layer_traffic, no_traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.dispatch import ReceivedTokens, combine, dispatch
+from semmoe.tokens.copychoice import copy_choice
 
 EXCHANGES = ("all-to-all", "all-reduce")
 

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from semmoe.core import Plan
+from semmoe.costs.metrics import Traffic
 from semmoe.engines.layer import TokenRows
 from semmoe.engines.step import Step
-from semmoe.metrics import Traffic
 from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.shuffler import Shuffler
 

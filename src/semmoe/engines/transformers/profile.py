@@ -19,10 +19,10 @@ def profile(
     model: the folder of a checkpoint. A run that was stopped resumes where it ended.
     Raises ValueError for a model without experts, and where `out` holds the trace of other prompts.
     """
-    from semmoe.dataset import Prompt, encode
     from semmoe.engines.transformers.model import load_model
     from semmoe.engines.transformers.recorder import record
     from semmoe.engines.transformers.tokenizer import load_tokenizer
+    from semmoe.traces.dataset import Prompt, encode
 
     asked = settings or ProfileSettings()
     texts = [Prompt(text=text) for text in prompts]

@@ -14,12 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from semmoe.core import DECODE, PREFILL, RoutingTrace
-from semmoe.dataset import check_token_ids, digest
 from semmoe.engines.transformers.batch import Batch, cut, step
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.model import moe_layers
 from semmoe.runtime import kernels
-from semmoe.trace import TraceHeader, TraceWriter, open_trace
+from semmoe.traces.dataset import check_token_ids, digest
+from semmoe.traces.trace import TraceHeader, TraceWriter, open_trace
 
 
 class RoutingRecorder(ExitStack):

@@ -6,11 +6,11 @@ from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from typing import Any
 
-from semmoe import console
 from semmoe.core import Plan
 from semmoe.engines.launch import join
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.vllm.settings import VllmSettings
+from semmoe.io import console
 from semmoe.topology import Topology
 
 DECIDED = {

@@ -18,12 +18,12 @@ from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inp
 from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoShuffle, NoTraffic
-from semmoe.engines.live.swap import NoSwapper, SwapError, Swapper
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.model import hook_routers
 from semmoe.engines.vllm.registry import add
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.shuffle import LayerShuffle
+from semmoe.live.swap import NoSwapper, SwapError, Swapper
 from semmoe.runtime.copies import RankCopies, rank_copies, take_over
 from semmoe.runtime.shuffler import Shuffler
 from semmoe.runtime.traffic import TrafficCounter

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from semmoe.engines.hooks import cpu_patches
-from semmoe.engines.recorder.passes import Listener
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.settings import VllmSettings
+from semmoe.live.recorder.passes import Listener
 
 
 class Offline:

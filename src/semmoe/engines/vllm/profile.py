@@ -6,12 +6,12 @@ import numpy as np
 
 from semmoe.core import DECODE, PREFILL
 from semmoe.engines.launch import command_line
-from semmoe.engines.recorder.memory import Rows
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.offline import running
+from semmoe.live.recorder.memory import Rows
 from semmoe.topology import Topology
-from semmoe.trace import TraceWriter
+from semmoe.traces.trace import TraceWriter
 
 
 class Passes:

@@ -10,8 +10,6 @@ from vllm.distributed import get_ep_group, get_tp_group
 from semmoe.core import Plan
 from semmoe.engines.absent import NoTraffic
 from semmoe.engines.host import Host, check_same_plan
-from semmoe.engines.live.swap import attach
-from semmoe.engines.recorder.passes import Listener
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.launch import GATHERS, gathers
 from semmoe.engines.vllm.live import LiveExperts
@@ -43,6 +41,8 @@ from semmoe.engines.vllm.shuffle import (
     split_by_position,
 )
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
+from semmoe.live.recorder.passes import Listener
+from semmoe.live.swap import attach
 from semmoe.runtime.traffic import TrafficCounter
 
 

@@ -15,11 +15,11 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
-from semmoe.bounds import MOST_LAYERS
 from semmoe.engines import supervisor
-from semmoe.engines.live.files import ENDED, MOST_NUMBER, staged
 from semmoe.engines.settings import control_folder
 from semmoe.engines.vllm.targets import ARM, PREPARE, READY, STATE, STEP
+from semmoe.io.bounds import MOST_LAYERS
+from semmoe.live.status import ENDED, MOST_NUMBER, staged
 
 PATH = "/v1/semmoe/swap"
 LOOK = 0.5  # seconds between two looks at whether the engine still runs

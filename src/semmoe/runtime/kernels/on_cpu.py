@@ -1,4 +1,4 @@
-"""The kernels on a CPU: the compiled loops of `semmoe.tokens` and `semmoe.copychoice` on the memory of tensors."""
+"""The kernels on a CPU: the compiled loops of `semmoe.tokens` on the memory of tensors."""
 
 from collections.abc import Sequence
 
@@ -6,34 +6,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semmoe.affinity import known_rows
-from semmoe.copychoice import cover
-from semmoe.jit import njit
+from semmoe.numeric.jit import njit
+from semmoe.runtime.rows import byte_rows
 from semmoe.runtime.tables import ScoreTables, Turns
-from semmoe.tokens import kernels as loops
 from semmoe.tokens import slices
+from semmoe.tokens.copychoice import cover
 from semmoe.tokens.kernels import FRACTION
+
+
+def _arrays(*tensors: Tensor) -> list[np.ndarray]:
+    return [tensor.numpy() for tensor in tensors]
 
 
 def look_up_tokens(
     tables: ScoreTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
 ) -> Tensor:
     """(L, B, S) int32: same as `semmoe.tokens.slices.look_up_tokens`."""
-    rows = tables.token_rows.numpy()[known_rows(token_ids.numpy(), len(tables.token_rows))]
-    out = np.empty((len(layers), len(rows), num_slices), np.int32)
-    for i, layer in enumerate(layers):
-        shift = int(tables.token_shift[layer])
-        loops.look_up(out[i], rows, tables.token_scores[layer].numpy(), shift, first_rank)
-    return torch.from_numpy(out)
+    return torch.from_numpy(slices.look_up_tokens(tables.policy, layers, first_rank, num_slices, token_ids.numpy()))
 
 
 def score(
     tables: ScoreTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor, real: Tensor
 ) -> Tensor:
     """(B, S) int32: same as `semmoe.tokens.slices.score`, and 0 for rows that are not `real` (B,)."""
-    out = np.empty(tokens.shape, np.int32)
-    path, experts = tables.path_scores[layer].numpy(), tables.num_experts
-    loops.score(out, tokens.numpy(), path, earlier.numpy(), tables.ordered, experts, history.numpy(), True, first_rank)
+    out = slices.score(tables.policy, layer, first_rank, *_arrays(tokens, earlier, history))
     out[~real.numpy()] = 0
     return torch.from_numpy(out)
 
@@ -44,8 +40,18 @@ def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor,
     decoding (B,) bool: tokens that were decoded. Tokens of a prompt run together, so that the routing of the tokens
     before them is not yet known.
     """
-    known = (running[slots] >> FRACTION) + previous[slots]
-    return torch.where(decoding[:, None], known, rows[-1].int())
+    out = torch.empty((len(slots), rows.shape[1]), dtype=torch.int32)
+    _contribution(*_arrays(out, rows[-1], running, previous, slots, decoding))
+    return out
+
+
+@njit(nogil=True)
+def _contribution(out, mean, running, previous, slots, decoding):
+    for t in range(out.shape[0]):
+        slot = slots[t]
+        for g in range(out.shape[1]):
+            known = (running[slot, g] >> FRACTION) + previous[slot, g]
+            out[t, g] = known if decoding[t] else np.int32(mean[g])
 
 
 def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> Tensor:
@@ -53,9 +59,17 @@ def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots
 
     expert_ids (B, K): the experts of each token. Returns them, with 0 for padding.
     """
-    known = expert_ids.masked_fill((slots == 0)[:, None], 0)
+    known = torch.empty_like(expert_ids, memory_format=torch.contiguous_format)
+    _without_padding(*_arrays(known, expert_ids, slots))
     _observe(rows, running, previous, seen, slots.numpy(), known.numpy())
     return known
+
+
+@njit(nogil=True)
+def _without_padding(out, expert_ids, slots):
+    for t in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            out[t, k] = expert_ids[t, k] if slots[t] != 0 else 0
 
 
 def observe_in_turn(
@@ -76,7 +90,26 @@ def _observe(
 
 def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
     """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first."""
-    return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True)).to(kind)
+    out = torch.empty(expert_ids.shape, dtype=kind)
+    _by_weight(*_arrays(out, expert_ids, weights.float()))
+    return out
+
+
+@njit(nogil=True)
+def _by_weight(out, expert_ids, weights):
+    """Sort each row by insertion, which is stable and fast for a few experts; no number is the largest weight."""
+    top_k = out.shape[1]
+    order, value = np.empty(top_k, np.int64), np.empty(top_k, np.float32)
+    for t in range(out.shape[0]):
+        for k in range(top_k):
+            value[k] = np.float32(np.inf) if np.isnan(weights[t, k]) else weights[t, k]
+            place = k
+            while place > 0 and value[order[place - 1]] < value[k]:
+                order[place] = order[place - 1]
+                place -= 1
+            order[place] = k
+        for k in range(top_k):
+            out[t, k] = expert_ids[t, order[k]]
 
 
 def assign(scores: Tensor) -> Tensor:
@@ -86,11 +119,22 @@ def assign(scores: Tensor) -> Tensor:
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     """rows (N, H), index (M,) -> (M, H), zeros where the index is -1."""
-    out = rows.index_select(0, index.clamp(min=0))
-    padding = np.flatnonzero(index.numpy() < 0)
-    if len(padding):
-        out[torch.from_numpy(padding)] = 0
+    out = rows.new_empty((len(index), *rows.shape[1:]))
+    _gather(byte_rows(out).numpy(), byte_rows(rows).numpy(), index.numpy())
     return out
+
+
+@njit(nogil=True)
+def _gather(out, rows, index):
+    width = np.uint64(out.shape[1])
+    for i in range(out.shape[0]):
+        if index[i] < 0:
+            for c in range(width):
+                out[i, c] = 0
+        else:
+            of = np.uint64(index[i])
+            for c in range(width):
+                out[i, c] = rows[of, c]
 
 
 def order_of_real(ranks: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,1 +1,0 @@
-"""Let the plan of a running server follow its traffic."""

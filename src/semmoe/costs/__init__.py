@@ -1,0 +1,1 @@
+"""Rows that an all-to-all sends, links, and the time that both take."""

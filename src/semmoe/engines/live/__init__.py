@@ -1,1 +1,0 @@
-"""Swap the plan of a running server."""

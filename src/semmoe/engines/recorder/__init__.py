@@ -1,1 +1,0 @@
-"""Record the routing of a running server; `semmoe.engines.recorder.recorder` states the rules."""

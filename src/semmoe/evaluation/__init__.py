@@ -1,0 +1,1 @@
+"""Plans scored on traces, and results as commands write them."""

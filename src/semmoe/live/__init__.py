@@ -1,0 +1,1 @@
+"""Running servers: recordings, swaps, status files, the client, the control loop."""

@@ -1,0 +1,172 @@
+"""Ask a running server to swap its plan or to record, and follow it to the end: what `semmoe swap` and `adapt` do."""
+
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+
+from semmoe.core import Plan
+from semmoe.engines import supervisor
+from semmoe.engines.sglang import swap as sglang
+from semmoe.live import watch
+from semmoe.live.http import PLAIN, Client
+from semmoe.live.recorder import control as recorder_control
+from semmoe.live.status import ENDED, SwapStatus, plan_name, read_status, read_statuses, stage
+from semmoe.settings import RecordSettings, SwapSettings
+
+VLLM_PATH = "/v1/semmoe/swap"
+POLL = 0.05  # seconds between two looks at a status
+COUNT_POLL = 0.5  # seconds between two looks at the number of recorded requests
+STOP_SECONDS = 60.0  # in which ranks end a recording
+ANSWER = 30.0  # seconds in which a server answers that only takes an order
+PASS_PATH = "/health_generate"  # of SGLang: a request of one token, so that a server without requests runs passes
+
+
+class ServerError(RuntimeError):
+    """What a server said instead of doing what it was asked."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server, as `semmoe adapt` uses it. folder: its control folder; client: how it is asked."""
+
+    url: str
+    folder: Path
+    client: Client = PLAIN
+
+    def look(self) -> watch.Look:
+        """Its counters now. Raises ValueError if it does not answer."""
+        return watch.look([self.url], time.monotonic(), self.client)
+
+    def record(self, target: Path, requests: int, timeout: float) -> None:
+        """Write a trace of `requests` requests, or of fewer that end within `timeout` seconds.
+
+        Raises ValueError if the server cannot record, records already, or has ended no request.
+        """
+        control, _ = recorder_control.begin(self.folder, RecordSettings())
+        try:
+            self._wait_for(control.run, requests, time.monotonic() + timeout)
+        except BaseException:  # the loop is ended: recordings hold users' text
+            with suppress(ValueError):  # no request was recorded
+                recorder_control.end(self.folder, target, STOP_SECONDS)
+            raise
+        recorder_control.end(self.folder, target, STOP_SECONDS)
+
+    def _wait_for(self, run: str, requests: int, end: float) -> None:
+        while time.monotonic() < end:
+            if sum(status.requests for status in recorder_control.of_run(self.folder, run)) >= requests:
+                return
+            time.sleep(COUNT_POLL)
+
+    def swap(self, plan: Plan) -> None:
+        """Swap. Raises ValueError or RuntimeError if the plan is not served then."""
+        status = swap(self.url, self.folder, plan, SwapSettings(), self.client)
+        if status.state != "done":
+            raise ServerError(f"the swap was {status.state}: {status.reason}")
+
+
+def swap(url: str, folder: Path, plan: Plan, settings: SwapSettings, client: Client = PLAIN) -> SwapStatus:
+    """Stage a plan and have the server swap to it; what rank 0 says at the end. Raises ValueError or ServerError.
+
+    folder: the server's control folder.
+    """
+    engine = engine_of(url, client)
+    number = stage(plan, folder)
+    if engine.startswith("vllm"):
+        order = {"number": number, "layers_per_pass": settings.layers_per_pass}
+        return SwapStatus.model_validate(call(url + VLLM_PATH, order, client, settings.timeout))
+    if engine.startswith("sglang"):
+        return swap_sglang(url, folder, number, settings, plan.requests.by_tables, client)
+    raise ValueError(f"{url} is served by {engine or 'an unknown engine'}, whose plan cannot be swapped")
+
+
+def engine_of(url: str, client: Client) -> str:
+    """The engine and its version, as the server's own counters name it."""
+    look = watch.look([url], 0.0, client)
+    return watch.view(look, look).active.get("engine", "")
+
+
+def call(url: str, body: dict[str, Any] | None, client: Client, seconds: float) -> Any:
+    """The JSON that a server answers to a POST of `body`, or to a GET. Raises ServerError with its words."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        return json.loads(client.read(url, seconds, data) or b"null")
+    except HTTPError as error:
+        raise ServerError(client.hide(_words(error))) from None
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"{url} does not answer: {client.reason(error)}") from None
+    except ValueError:
+        raise ServerError(f"{url} does not answer with JSON") from None
+
+
+def _words(error: HTTPError) -> str:
+    """The reason that the answer gives."""
+    text = error.read(10_000).decode(errors="replace")
+    try:
+        return str(json.loads(text)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.url} answers {error.code}: {text[:200] or error.reason}"
+
+
+def swap_sglang(
+    url: str, folder: Path, number: int, settings: SwapSettings, schedules: bool, client: Client = PLAIN
+) -> SwapStatus:
+    """Have SGLang swap to a staged plan; schedules: requests are assigned by plans, and follow when experts have."""
+    found = read_status(folder)
+    if not found.plan:
+        raise ServerError(found.reason)
+    _order(url, {sglang.LAYERS: settings.layers_per_pass, sglang.SWAP: number}, client)
+    status = _ended(url, folder, found.swaps, settings.timeout, client)
+    if status.state == "done" and schedules:
+        _order(url, {sglang.REQUESTS: number}, client)
+    return status
+
+
+def _ended(url: str, folder: Path, before: int, timeout: float, client: Client) -> SwapStatus:
+    """What rank 0 says when a swap has ended on all ranks of this node, or the one that failed.
+
+    before: the number of swaps until then. Steps follow passes. A server that has no request is given some of one
+    token, which it takes a second to answer.
+    """
+    end, passes = time.monotonic() + timeout, ThreadPoolExecutor(1)
+    asked: Future[None] | None = None
+    try:
+        while time.monotonic() < end:
+            ranks = read_statuses(folder)
+            ended = [rank for rank in ranks if rank.swaps > before and rank.state in ENDED]
+            failed = [rank for rank in ended if rank.state == "failed"]
+            if failed or len(ended) == len(ranks):
+                return (failed or ended)[0]
+            if asked is None or asked.done():
+                if asked is not None:
+                    asked.result()
+                asked = passes.submit(run_a_pass, url, folder, client)
+            time.sleep(POLL)
+    finally:
+        passes.shutdown(wait=False, cancel_futures=True)
+    states = ", ".join(f"rank {rank.rank} is {rank.state}" for rank in read_statuses(folder))
+    raise ServerError(f"the swap did not end within {timeout:g} s; {states}")
+
+
+def run_a_pass(url: str, folder: Path, client: Client) -> None:
+    """Have a server run a pass; it may be too busy to answer. Raises ServerError if it has ended."""
+    try:
+        client.read(url + PASS_PATH, ANSWER)
+    except URLError as error:
+        if isinstance(error.reason, ConnectionRefusedError):
+            why = supervisor.reported(folder)
+            raise ServerError(f"the server has ended{': ' + why if why else ''}") from None
+    except (OSError, HTTPException):
+        return
+
+
+def _order(url: str, values: dict[str, int], client: Client) -> None:
+    answers = call(url + "/set_internal_state", {"server_args": values}, client, ANSWER)
+    if not (isinstance(answers, list) and answers and all(answers)):
+        name = plan_name(values.get(sglang.SWAP, values.get(sglang.REQUESTS, 1)))
+        raise ServerError(f"the server refused to swap to plan {name} now: is another swap not over? See its log")

@@ -1,0 +1,109 @@
+"""The files through which the command line and the ranks of a server communicate while routing is recorded.
+
+    FOLDER/control.json            written by `semmoe record`: whether and what to record
+    FOLDER/status-00000.json       written by each rank, at most once a second
+    FOLDER/RUN/rank-00000/         what that rank recorded: a trace directory
+
+What is recorded is users' text, so folders have mode 0700 and files 0600. Whoever can write the control file can have
+all traffic recorded, so a folder or control file that other users can write is refused.
+"""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from semmoe.engines.private import open_folder, read_private
+from semmoe.io.bounds import bounds
+from semmoe.io.files import save_json
+from semmoe.settings import RecordSettings
+
+CONTROL = "control.json"
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+Count = Annotated[int, Field(ge=0)]
+
+
+def _limited(name: str) -> Any:
+    """A field with the default and the bounds of the field `name` of RecordSettings."""
+    low, high = bounds(RecordSettings, name)
+    default = getattr(RecordSettings(), name)
+    return Field(default=default, ge=type(default)(low), le=type(default)(high))
+
+
+class Control(BaseModel):
+    """Contents of `control.json`. Limits apply to each rank."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    schema_version: Literal[1] = 1
+    run: RunName  # also the name of the folder for the recording
+    recording: bool
+    sample: float = _limited("sample")
+    max_mb: int = _limited("max_mb")
+    max_tokens: int = _limited("max_tokens")
+
+
+class Status(BaseModel):
+    """Contents of `status-NNNNN.json`: what one rank records, and what it could not record."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    schema_version: Literal[1] = 1
+    rank: Count
+    run: RunName | None = None
+    state: Literal["off", "recording", "stopped", "failed", "refused"] = "off"
+    reason: str = Field(default="", max_length=2000)  # why it is not recording, if it was not told to stop
+    requests: Count = 0  # recorded
+    tokens: Count = 0  # recorded
+    tokens_seen: Count = 0  # tokens of any request that ran while recording, recomputed ones included
+    skipped: Count = 0  # requests that arrived when memory was full
+    dropped: Count = 0  # requests dropped for lack of memory or for max_tokens
+    unfinished: Count = 0  # unfinished requests; those at the end are not in the trace, since their prompts are unknown
+    unknown: Count = 0  # rows and prompt tokens with an id outside the model's range
+    bytes_held: Count = 0  # rows in memory
+    cpu_us_per_token: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # CPU time per token seen
+    updated: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # seconds since 1970
+
+
+def read_control(folder: Path) -> Control:
+    return read_private(folder / CONTROL, Control)
+
+
+def write_control(folder: Path, control: Control) -> None:
+    save_json(folder / CONTROL, control, private=True)
+
+
+def status_path(folder: Path, rank: int) -> Path:
+    return folder / f"status-{rank:05d}.json"
+
+
+def read_status(path: Path) -> Status:
+    """The status of a rank; if it is unreadable, the rank counts as failed, with the reason."""
+    rank = int(path.stem.removeprefix("status-"))
+    try:
+        status = read_private(path, Status)
+        if status.rank != rank:
+            raise ValueError(f"{path} is of rank {status.rank}")
+    except (ValueError, OSError) as error:
+        return Status(rank=rank, state="failed", reason=str(error)[:2000])
+    return status
+
+
+def read_statuses(folder: Path) -> list[Status]:
+    """The statuses of all ranks."""
+    return [read_status(path) for path in sorted(folder.glob("status-[0-9][0-9][0-9][0-9][0-9].json"))]
+
+
+def write_status(folder: Path, status: Status) -> None:
+    """Write the status of a rank, with the time."""
+    stamped = status.model_copy(update={"updated": round(time.time(), 3)})
+    save_json(status_path(folder, status.rank), stamped, private=True)
+
+
+def refuse(folder: Path, rank: int, reason: str) -> None:
+    """Write a status that this rank cannot record, and why; `semmoe record start` then fails with the reason."""
+    open_folder(folder)
+    write_status(folder, Status(rank=rank, state="refused", reason=reason))
+
+
+def rank_folder(folder: Path, run: str, rank: int) -> Path:
+    return folder / run / f"rank-{rank:05d}"

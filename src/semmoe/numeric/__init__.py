@@ -1,0 +1,1 @@
+"""Compiled functions, assignments to groups of bounded size, digests of arrays."""

@@ -1,0 +1,139 @@
+"""Assign items to groups of bounded size: exactly, greedily, or by improving an assignment with moves and swaps."""
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from semmoe.numeric.jit import njit
+
+PARTNERS = 32  # swap partners tried per pair of groups: the items that would gain most
+TOLERANCE = 1e-9
+
+
+def equal_groups(value: np.ndarray) -> np.ndarray:
+    """(N,) the group of each item, with the largest sum of value (N, G) and at most ceil(N / G) items per group."""
+    size = -(-len(value) // value.shape[1])
+    return linear_sum_assignment(np.repeat(value, size, axis=1), maximize=True)[1] // size
+
+
+def one_hot(labels: np.ndarray, num_clusters: int) -> np.ndarray:
+    """(N, num_clusters) float32 from labels (N,)."""
+    return (labels[:, None] == np.arange(num_clusters)).astype(np.float32)
+
+
+def balanced_packing(weight: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack the n items of each row into packs of equal size: the heaviest first, into the lightest pack with room.
+
+    weight: (rows, n), n divisible by num_packs. Returns pack (rows, n) and position in the pack (rows, n).
+    """
+    rows, items = weight.shape
+    assert items % num_packs == 0
+    size = items // num_packs
+    pack, position = np.zeros((rows, items), np.int64), np.zeros((rows, items), np.int64)
+    order = np.argsort(-weight, axis=1, kind="stable")
+    total, filled = np.zeros((rows, num_packs)), np.zeros((rows, num_packs), np.int64)
+    every = np.arange(rows)
+    for i in range(items):
+        item = order[:, i]
+        chosen = np.where(filled < size, total, np.inf).argmin(axis=1)
+        pack[every, item], position[every, item] = chosen, filled[every, chosen]
+        filled[every, chosen] += 1
+        total[every, chosen] += weight[every, item]
+    return pack, position
+
+
+def replicate_experts(weight: np.ndarray, num_physical: int) -> tuple[np.ndarray, np.ndarray]:
+    """Give each additional copy to the expert with the highest load per copy.
+
+    weight: (rows, n). Returns the logical expert of each physical one (rows, num_physical) and the number
+    of copies of each (rows, n).
+    """
+    rows, experts = weight.shape
+    logical = np.tile(np.arange(num_physical), (rows, 1))
+    copies = np.ones((rows, experts), np.int64)
+    every = np.arange(rows)
+    for p in range(experts, num_physical):
+        hottest = (weight / copies).argmax(axis=1)
+        logical[:, p] = hottest
+        copies[every, hottest] += 1
+    return logical, copies
+
+
+@njit()
+def improve_assignment(value, work, capacity, groups, sweeps):
+    """Increase the sum of value[r, groups[r]] by moves and swaps, with at most capacity (D,) work per group.
+
+    value, work (R, D): what request r gains and costs in group d; groups (R,) is changed in place. Work beyond capacity
+    is reduced first, so a feasible start stays feasible. Each sweep tries as swap partners the PARTNERS requests of a
+    group that would gain most: all requests of small groups, at a cost linear in R.
+    """
+    R, D = value.shape
+    load = np.zeros(D)
+    for r in range(R):
+        load[groups[r]] += work[r, groups[r]]
+    partners = np.empty((D, D, PARTNERS), np.int64)
+    for _ in range(sweeps):
+        changed = False
+        _find_partners(value, groups, partners)
+        for r in range(R):
+            b, q = _best_step(r, value, work, capacity, groups, load, partners)
+            if b < 0:
+                continue
+            a, changed = groups[r], True
+            load[a] -= work[r, a]
+            load[b] += work[r, b]
+            if q >= 0:
+                load[b] -= work[q, b]
+                load[a] += work[q, a]
+                groups[q] = a
+            groups[r] = b
+        if not changed:
+            break
+    return groups
+
+
+@njit()
+def _find_partners(value, groups, partners):
+    """Fill partners[b, a] with the requests of group b that would gain most in group a, best first, then -1."""
+    R, D = value.shape
+    partners[:] = -1
+    for q in range(R):
+        b = groups[q]
+        for a in range(D):
+            if a == b:
+                continue
+            listed, gain = partners[b, a], value[q, a] - value[q, b]
+            i = PARTNERS
+            while i > 0 and (listed[i - 1] < 0 or value[listed[i - 1], a] - value[listed[i - 1], b] < gain):
+                i -= 1
+            if i < PARTNERS:
+                for j in range(PARTNERS - 1, i, -1):
+                    listed[j] = listed[j - 1]
+                listed[i] = q
+
+
+@njit()
+def _best_step(r, value, work, capacity, groups, load, partners):
+    """(group, partner or -1) of the best move or swap of request r; group -1 if none is an improvement."""
+    D = value.shape[1]
+    a = groups[r]
+    best_group, best_partner, best_relief, best_gain = -1, -1, 0.0, TOLERANCE
+    for b in range(D):
+        if b == a:
+            continue
+        before = max(0.0, load[a] - capacity[a]) + max(0.0, load[b] - capacity[b])
+        for i in range(-1, PARTNERS):
+            q = -1 if i < 0 else partners[b, a, i]
+            if i >= 0 and q < 0:
+                break
+            if q >= 0 and groups[q] != b:
+                continue  # it has moved since the list was made
+            gain, new_a, new_b = value[r, b] - value[r, a], load[a] - work[r, a], load[b] + work[r, b]
+            if q >= 0:
+                gain += value[q, a] - value[q, b]
+                new_a += work[q, a]
+                new_b -= work[q, b]
+            relief = before - max(0.0, new_a - capacity[a]) - max(0.0, new_b - capacity[b])
+            more_relief = relief > best_relief + TOLERANCE
+            if more_relief or (relief > best_relief - TOLERANCE and relief > -TOLERANCE and gain > best_gain):
+                best_group, best_partner, best_relief, best_gain = b, q, relief, gain
+    return best_group, best_partner

@@ -1,0 +1,1 @@
+"""Routing traces and the texts that they are made from."""

@@ -1,0 +1,164 @@
+"""Traces that are larger than memory: counted, joined and sampled shard by shard."""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from semmoe.core import DECODE, RoutingTrace
+from semmoe.io.files import array_shape, atomic_directory, check_output, load_array
+from semmoe.io.npz import read_npz
+from semmoe.traces.routing import Tally
+from semmoe.traces.split import draw_requests
+from semmoe.traces.trace import (
+    TraceHeader,
+    TraceWriter,
+    join_shards,
+    open_trace,
+    possible_part,
+    read_header,
+    read_shards,
+    shard_paths,
+)
+
+MOST_IDS = 1 << 27  # expert ids of a trace that is read whole
+Progress = Callable[[int], None]  # told how many routed tokens are done since it was told last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """The trace that was written."""
+
+    out: Path
+    requests: int
+    tokens: int
+
+
+def num_tokens(path: Path) -> int:
+    """Routed tokens of a trace directory, from the headers of its shards."""
+    return sum(array_shape(shard, "token_ids")[0] for shard in shard_paths(path))
+
+
+def agreed_header(headers: dict[Path, TraceHeader]) -> TraceHeader:
+    """The header that traces share. Raises ValueError if they are of different models."""
+    first = next(iter(headers.values()))
+    for path, header in headers.items():
+        difference = first.fingerprint.mismatch(header.fingerprint)
+        if difference is not None:
+            raise ValueError(f"{path} is of another model or tokenizer: {difference}")
+    return first
+
+
+def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens: None) -> Merged:
+    """Write the requests of several trace directories to another one, readable by its owner only.
+
+    They were recorded at the same time, each in order of ends: so they are interleaved, each as evenly as it goes, lest
+    the newest requests of the joined trace be those of the last one.
+    """
+    check_output(out, directory=True, inputs=traces)
+    header = agreed_header({path: read_header(path) for path in traces})
+    tallies = [Tally() for _ in traces]
+    with atomic_directory(out, private=True) as staged, TraceWriter(staged, header, private=True) as writer:
+        in_order = heapq.merge(*(_by_age(path, i, tallies[i]) for i, path in enumerate(traces)))
+        for _, _, trace, r in in_order:
+            writer.append_one(trace, r)
+            progress(int(trace.request_offsets[r + 1] - trace.request_offsets[r]))
+        requests = writer.num_requests
+        for path, tally in zip(traces, tallies, strict=True):
+            tally.check(str(path))
+    return Merged(out=out, requests=requests, tokens=sum(tally.tokens for tally in tallies))
+
+
+def _by_age(path: Path, number: int, tally: Tally) -> Iterator[tuple[float, int, RoutingTrace, int]]:
+    """Every request of a trace by its place, from 0 to 1."""
+    total = sum(array_shape(shard, "request_lengths")[0] for shard in shard_paths(path))
+    done = 0
+    for trace in read_shards(path):
+        tally.add(trace)
+        for r in range(trace.num_requests):
+            yield (done + r + 0.5) / total, number, trace, r
+        done += trace.num_requests
+
+
+def check_tokens(path: Path, name: str) -> None:
+    """Warn of tokens of a trace directory, called `name`, that should not be there, or raise ValueError for many."""
+    tally = Tally()
+    for trace in read_shards(path):
+        tally.add(trace)
+    tally.check(name)
+
+
+def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, Any]:
+    """What a trace directory or .npz file holds, read shard by shard.
+
+    Raises ValueError if too many of its tokens name an expert twice in a layer.
+    """
+    traces = read_shards(path) if path.is_dir() else iter([possible_part(read_npz(path))])
+    found = dict.fromkeys(("requests", "tokens", "decode_tokens", "prompt_tokens"), 0)
+    chosen = seen = first = None
+    tally = Tally()
+    for trace in traces:
+        first = first or trace
+        f = trace.fingerprint
+        chosen = np.zeros((f.num_layers, f.num_experts), np.int64) if chosen is None else chosen
+        seen = np.zeros(f.vocab_size, bool) if seen is None else seen
+        for layer, counts in enumerate(chosen):
+            counts += np.bincount(trace.expert_ids[:, layer].ravel(), minlength=f.num_experts)
+        seen[trace.token_ids] = True
+        found["requests"] += trace.num_requests
+        found["tokens"] += trace.num_tokens
+        found["decode_tokens"] += int((trace.phase == DECODE).sum())
+        found["prompt_tokens"] += len(trace.prompt_ids)
+        tally.add(trace)
+        progress(trace.num_tokens)
+    if first is None or chosen is None or seen is None:
+        raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
+    tally.check(str(path))
+    files = shard_paths(path) if path.is_dir() else [path]
+    return {
+        **asdict(first.fingerprint),
+        **found,
+        "distinct_tokens": int(seen.sum()),
+        "left_out_tokens": tally.left_out,
+        "identical_tokens": tally.identical,
+        "busiest_expert": float((chosen.max(axis=1) / np.maximum(chosen.mean(axis=1), 1e-9)).mean()),
+        "files": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
+    }
+
+
+def sample(path: Path, tokens: int, seed: int) -> RoutingTrace:
+    """Random requests of a trace directory with about so many routed tokens, in order; all if there are no more."""
+    header, shards = read_header(path), shard_paths(path)
+    if not shards:
+        raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
+    lengths = [load_array(shard, "request_lengths") for shard in shards]
+    of_shard = np.repeat(np.arange(len(shards)), [len(one) for one in lengths])
+    chosen = np.zeros(len(of_shard), bool)
+    chosen[draw_requests(np.concatenate(lengths), tokens, seed)] = True
+    parts, tally = [], Tally()
+    for i, trace in enumerate(read_shards(path)):
+        parts.append(_arrays(trace.select(np.flatnonzero(chosen[of_shard == i]))))
+        tally.add(trace)
+    tally.check(str(path))
+    return join_shards(path, header.fingerprint, parts)
+
+
+def open_bounded(path: Path, seed: int) -> tuple[RoutingTrace, int]:
+    """A trace and 0, or of one of more than MOST_IDS random requests with about so many, and how many tokens it has."""
+    if path.is_dir():
+        f, tokens = read_header(path).fingerprint, num_tokens(path)
+        fit = max(MOST_IDS // (f.num_layers * f.top_k), 1)
+        if tokens > fit:
+            return sample(path, fit, seed), tokens
+    return open_trace(path), 0
+
+
+def _arrays(trace: RoutingTrace) -> dict[str, np.ndarray]:
+    """The arrays of a shard that holds this trace."""
+    lengths = {"request_lengths": trace.request_offsets, "prompt_lengths": trace.prompt_offsets}
+    kept = {name: getattr(trace, name) for name in ("token_ids", "expert_ids", "phase", "prompt_ids")}
+    return {**kept, **{name: np.diff(offsets) for name, offsets in lengths.items()}}

@@ -1,0 +1,222 @@
+"""Traces on disk: a directory of shards, which a profile writes as it runs, or an `.npz` file.
+
+`trace.json` names the model, the tokenizer and the dataset. Each `shard-NNNNN.safetensors` holds entire requests and is
+written atomically, so an interrupted profile leaves a usable trace to which a later run appends.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+from semmoe.core import DECODE, RoutingTrace
+from semmoe.io.files import array_shape, load_arrays, load_json, save_arrays, save_json
+from semmoe.io.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz, whole_numbers
+from semmoe.topology import Fingerprint
+from semmoe.traces.routing import Tally, impossible_tokens
+
+SCHEMA = 2
+READABLE = (1, 2)
+HASHED = "hashed.safetensors"  # tables of hash-routed layers, which earlier traces hold
+ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
+
+
+class TraceHeader(BaseModel):
+    """`trace.json`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    schema_version: int = SCHEMA
+    fingerprint: Fingerprint
+    dataset_hash: str  # SHA-256 over the prompts; only runs on the same dataset are appended
+    settings: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_lookahead(cls, stated: Any) -> Any:
+        """Omit the number of look-ahead ids, which is 0 in a trace without them; refuse any other number."""
+        if not isinstance(stated, dict) or "lookahead" not in stated:
+            return stated
+        if stated["lookahead"] != 0:
+            raise PydanticCustomError("lookahead", LOOKAHEAD_REMOVED)
+        return {name: value for name, value in stated.items() if name != "lookahead"}
+
+
+class TraceWriter:
+    """Appends requests to a trace directory; writes a shard whenever `shard_tokens` routed tokens have accumulated.
+
+    A context manager: leaving it, also by an exception or Ctrl-C, writes the remaining requests. Prompts of a server's
+    users are `private`: their files have mode 0600.
+    """
+
+    def __init__(self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18, private: bool = False) -> None:
+        self.path, self.shard_tokens, self.private = path, shard_tokens, private
+        self.header = header
+        self._pending: list[dict[str, np.ndarray]] = []
+        self.pending_tokens = 0  # routed tokens that are not on disk yet
+        if (path / "trace.json").exists():
+            _check_same_run(path, read_header(path), header)
+        else:
+            if path.exists() and any(path.iterdir()):
+                raise ValueError(f"{path} exists and is not a trace")
+            save_json(path / "trace.json", header, private)
+        shards = shard_paths(path)
+        self._next_shard = 1 + max((int(shard.stem.removeprefix("shard-")) for shard in shards), default=-1)
+        self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
+
+    def append(
+        self, *, prompt_ids: np.ndarray, token_ids: np.ndarray, expert_ids: np.ndarray, phase: np.ndarray
+    ) -> None:
+        """Add a request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase."""
+        f = self.header.fingerprint
+        expected = (len(token_ids), f.num_layers, f.top_k)
+        assert expert_ids.shape == expected, f"expert_ids {expert_ids.shape}, expected {expected}"
+        assert phase.shape == token_ids.shape
+        assert expert_ids.size == 0 or (expert_ids.min() >= 0 and expert_ids.max() < f.num_experts)
+        dtype = np.uint8 if self.header.fingerprint.num_experts <= 256 else np.int16
+        self._pending.append(
+            {
+                "token_ids": token_ids.astype(np.int32),
+                "expert_ids": expert_ids.astype(dtype),
+                "phase": phase.astype(np.uint8),
+                "prompt_ids": prompt_ids.astype(np.int32),
+                "request_lengths": np.array([len(token_ids)], np.int64),
+                "prompt_lengths": np.array([len(prompt_ids)], np.int64),
+            }
+        )
+        self.num_requests += 1
+        self.pending_tokens += len(token_ids)
+        if self.pending_tokens >= self.shard_tokens:
+            self.flush()
+
+    def append_all(self, trace: RoutingTrace) -> None:
+        """Add every request of `trace`, which must have the same fingerprint."""
+        for r in range(trace.num_requests):
+            self.append_one(trace, r)
+
+    def append_one(self, trace: RoutingTrace, request: int) -> None:
+        """Add one request of `trace`, which must have the same fingerprint."""
+        rows = trace.rows(request)
+        part = {name: getattr(trace, name)[rows] for name in ("token_ids", "expert_ids", "phase")}
+        self.append(prompt_ids=trace.prompt(request), **part)
+
+    def flush(self) -> None:
+        if self._pending:
+            shard = {name: np.concatenate([part[name] for part in self._pending]) for name in ARRAYS}
+            save_arrays(self.path / f"shard-{self._next_shard:05d}.safetensors", shard, self.private)
+            self._next_shard += 1
+            self._pending, self.pending_tokens = [], 0
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.flush()
+
+
+def _check_same_run(path: Path, old: TraceHeader, new: TraceHeader) -> None:
+    difference = old.fingerprint.mismatch(new.fingerprint)
+    if difference is not None:
+        raise ValueError(f"{path} was profiled on another model or tokenizer: {difference}")
+    if old.dataset_hash != new.dataset_hash:
+        raise ValueError(f"{path} was profiled on another dataset; choose another --out")
+    if old.settings != new.settings:
+        raise ValueError(f"{path} was profiled with other settings ({old.settings}, now {new.settings})")
+
+
+def shard_paths(path: Path) -> list[Path]:
+    return sorted(path.glob("shard-[0-9][0-9][0-9][0-9][0-9].safetensors"))
+
+
+def save_trace(trace: RoutingTrace, path: Path) -> None:
+    """Write a trace to a new trace directory."""
+    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
+    with TraceWriter(path, header) as writer:
+        if writer.num_requests != 0:
+            raise ValueError(f"{path} already holds a trace")
+        writer.append_all(trace)
+
+
+def open_trace(path: Path | str) -> RoutingTrace:
+    """Read a trace directory, or an `.npz` file in one of the layouts of `docs/formats.md`.
+
+    Tokens whose routing no router makes are left out with a `RoutingWarning`; more than 1 % are a ValueError.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"there is no trace at {path}")
+    if path.is_file():
+        if path.suffix != ".npz":
+            raise ValueError(f"{path} is neither a trace directory nor an .npz file")
+        trace = possible_part(read_npz(path))
+    else:
+        header = read_header(path)
+        shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
+        if not shards:
+            raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
+        trace = join_shards(path, header.fingerprint, shards)
+    Tally().add(trace).check(str(path))
+    return trace
+
+
+def possible_part(trace: RoutingTrace) -> RoutingTrace:
+    """The trace without the tokens that name an expert twice in a layer, which no router does; `left_out` counts them.
+
+    Prompts are kept whole: a user sent them, however their tokens were routed.
+    """
+    impossible = impossible_tokens(trace.expert_ids)
+    if not impossible.any():
+        return trace
+    kept_before = np.concatenate([[0], np.cumsum(~impossible)])  # the number of rows kept before each row
+    arrays = {name: getattr(trace, name)[~impossible] for name in ("token_ids", "expert_ids", "phase")}
+    left_out = trace.left_out + int(impossible.sum())
+    return replace(trace, **arrays, request_offsets=kept_before[trace.request_offsets], left_out=left_out)
+
+
+def read_header(path: Path) -> TraceHeader:
+    header = load_json(path / "trace.json", TraceHeader)
+    if header.schema_version not in READABLE:
+        raise ValueError(f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
+    if (path / HASHED).exists():
+        raise ValueError(f"{path / HASHED} is no longer read: make the trace again with `semmoe profile`")
+    return header
+
+
+def read_shards(path: Path) -> Iterator[RoutingTrace]:
+    """Read a trace directory shard by shard, for traces that are larger than memory."""
+    header = read_header(path)
+    for shard in shard_paths(path):
+        yield join_shards(shard, header.fingerprint, [load_arrays(shard, ARRAYS)])
+
+
+def join_shards(path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]]) -> RoutingTrace:
+    """The trace of shards' arrays, one after the other; path: for errors."""
+    try:
+        joined = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
+        trace = RoutingTrace(
+            request_offsets=offsets_of(whole_numbers("request_lengths", joined.pop("request_lengths"))),
+            prompt_offsets=offsets_of(whole_numbers("prompt_lengths", joined.pop("prompt_lengths"))),
+            fingerprint=fingerprint,
+            left_out=0,
+            **joined,
+        )
+        return possible_part(trace)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def describe(trace: RoutingTrace) -> dict[str, Any]:
+    """Counts that `semmoe trace affinity` prints above its tables."""
+    return {
+        **asdict(trace.fingerprint),
+        "requests": trace.num_requests,
+        "tokens": trace.num_tokens,
+        "decode_tokens": int((trace.phase == DECODE).sum()),
+        "prompt_tokens": len(trace.prompt_ids),
+        "distinct_tokens": len(np.unique(trace.token_ids)),
+        "left_out_tokens": trace.left_out,
+        "trace_hash": trace.digest(),
+    }
