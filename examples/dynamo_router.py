@@ -15,25 +15,26 @@ from typing import Any
 
 from dynamo.runtime import DistributedRuntime, dynamo_worker
 
-from semmoe.gateway import Ranks, Scorer
+from semmoe.gateway import Ranks
+from semmoe.plan import load_plan
 
 
 @dynamo_worker()
 async def main(runtime: DistributedRuntime) -> None:
     plan, engines, own = sys.argv[1:]
-    scorer, client = Scorer(plan), await runtime.endpoint(engines).client()
-    ranks = Ranks(scorer)
+    loaded, client = load_plan(plan), await runtime.endpoint(engines).client()
+    ranks, usable = Ranks(loaded), range(loaded.topology.dp_size)
 
     async def generate(request: dict[str, Any]) -> AsyncIterator[Any]:
         routing = request.get("routing") or {}
-        rank = routing.get("dp_rank")
-        rank = ranks.order(request["token_ids"], range(scorer.num_ranks))[0] if rank is None else rank
-        ranks.running[rank] += 1
+        named = routing.get("dp_rank")
+        choice = ranks.admit(request["token_ids"], usable) if named is None else ranks.admit(None, [named])
         try:
-            async for answer in await client.round_robin({**request, "routing": {**routing, "dp_rank": rank}}):
+            routed = {**request, "routing": {**routing, "dp_rank": choice.ranks[0]}}
+            async for answer in await client.round_robin(routed):
                 yield answer.data()
         finally:
-            ranks.running[rank] -= 1
+            ranks.finish(choice)
 
     await runtime.endpoint(own).serve_endpoint(generate)
 

@@ -81,7 +81,7 @@ class Simulated:
             self.swap(self.at[r])
         while len(self.running) >= RUNNING:
             self.scheduler.finish(self.running.pop(self.rng.integers(len(self.running))), 0.0)
-        self.running.append(self.scheduler.admit(self.trace.prompt(r)))
+        self.running.append(self.scheduler.admit([self.trace.prompt(r)])[0])
         self.local.append(float(self.pairs[r, self.running[-1].group]))
 
     def clock(self) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 26_974, 350, 50
+TOTAL, FILE, FUNCTION = 26_983, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 296,
@@ -26,16 +26,16 @@ ROOMS = {
     "numeric": 213,
     "traces": 1328,
     "tokens": 1149,
-    "requests": 721,
+    "requests": 716,
     "placement": 2850,
     "paper": 575,
     "costs": 826,
     "evaluation": 727,
     "runtime": 2313,
     "checkpoint": 1298,
-    "engines": 7069,
+    "engines": 7066,
     "live": 2080,
-    "gateway": 268,
+    "gateway": 285,
     "report": 900,
     "cli": 2927,
     "__init__.py": 43,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from semmoe.core import Plan
-from semmoe.engines.balancer import RequestBalancer
+from semmoe.engines.balancer import Ages, RequestBalancer
 from semmoe.engines.counters import Counters
 from semmoe.engines.requests import RequestNamer
 from semmoe.engines.sglang import requests as sglang_requests
@@ -47,40 +47,56 @@ class Clock:
         return self.now
 
 
+class Front:
+    """An engine's front end that knows how many requests its ranks run: a balancer, ages, and their clock."""
+
+    def __init__(self, requests):
+        self.balancer, self.clock = RequestBalancer(plan(requests)), Clock()
+        self.ages = Ages(self.clock)
+
+    def choose(self, prompt, most=None):
+        [assigned] = self.balancer.admit([(prompt, most)])
+        self.ages.add(assigned)
+        return assigned.group
+
+    def reconcile(self, rank, unfinished, as_of):
+        for assigned in self.ages.ended(rank, unfinished, as_of):
+            self.balancer.finish(assigned)
+
+
 def after_three():
-    """A balancer after three requests of 12 tokens of work, which have ended, and its clock."""
-    clock = Clock()
-    balancer = RequestBalancer(plan(request_map()), clock)
+    """A front end after three requests of 12 tokens of work, which have ended."""
+    front = Front(request_map())
     for _ in range(3):
-        balancer.choose([1, 2])
-    clock.now += 1
+        front.choose([1, 2])
+    front.clock.now += 1
     for rank in range(2):
-        balancer.reconcile(rank, 0, as_of=clock.now)
-    return balancer, clock
+        front.reconcile(rank, 0, as_of=front.clock.now)
+    return front
 
 
 def test_preferred_until_a_lead_costs_more():
     """A lead of one request costs .25 with one in each rank or fewer (1 and 0), .204 with 1.5 (2 and 1), .158 with 2.5
     (3 and 2); preferred is rank 0 by .2."""
-    balancer = RequestBalancer(plan(request_map()), Clock())
+    balancer = Front(request_map())
     assert [balancer.choose([1, 2]) for _ in range(6)] == [0, 1, 0, 1, 0, 0]
 
 
 def test_whatever_is_preferred_no_rank_leads_by_more_than_two_requests():
     """Requests of 12 tokens of work: with 4 on the preferred rank the mean is 2, with 5 and 1 it is 3."""
     table = request_map()
-    balancer = RequestBalancer(plan(replace(table, token_scores=100 * table.token_scores)), Clock())
+    balancer = Front(replace(table, token_scores=100 * table.token_scores))
     assert [balancer.choose([1, 2]) for _ in range(8)] == [0, 0, 0, 0, 1, 0, 1, 0]
 
 
 def test_among_idle_ranks_the_preferred_one_is_free_for_a_request_of_any_size():
-    balancer = RequestBalancer(plan(request_map()), Clock())
+    balancer = Front(request_map())
     assert balancer.choose([2] * 500) == balancer.choose([1, 2]) - 1 == 0
 
 
 def test_what_has_ended_makes_room():
-    clock = Clock()
-    balancer = RequestBalancer(plan(request_map()), clock)
+    balancer = Front(request_map())
+    clock = balancer.clock
     assert [balancer.choose([1, 2]) for _ in range(4)] == [0, 1, 0, 1]
     clock.now += 1
     balancer.reconcile(0, 0, as_of=clock.now)  # rank 0 has nothing left
@@ -89,16 +105,17 @@ def test_what_has_ended_makes_room():
 
 def test_of_a_rank_s_requests_the_oldest_has_ended():
     """Work of 3 and then of 12: with 12 left a lead costs more than rank 0 is preferred by; with 3 it would not."""
-    balancer, clock = after_three()
-    assert [balancer.choose([1, 2], max_new_tokens=1), balancer.choose([1, 2])] == [0, 0]
+    balancer = after_three()
+    clock = balancer.clock
+    assert [balancer.choose([1, 2], most=1), balancer.choose([1, 2])] == [0, 0]
     clock.now += 1
     balancer.reconcile(0, 1, as_of=clock.now)
     assert [balancer.choose([1, 2]) for _ in range(2)] == [1, 0]
 
 
 def test_a_load_older_than_a_request_does_not_end_it():
-    clock = Clock()
-    balancer = RequestBalancer(plan(request_map()), clock)
+    balancer = Front(request_map())
+    clock = balancer.clock
     for _ in range(3):
         balancer.choose([1, 2])
     balancer.reconcile(0, 0, as_of=clock.now)  # said before they could have arrived
@@ -106,27 +123,27 @@ def test_a_load_older_than_a_request_does_not_end_it():
 
 
 def test_a_balancer_of_another_plan_ends_requests_that_the_one_before_assigned():
-    clock = Clock()
-    before, after = (RequestBalancer(plan(request_map()), clock) for _ in range(2))
-    assert [before.choose([1, 2]) for _ in range(4)] == [0, 1, 0, 1]
-    after.follow(before)
-    clock.now += 1
-    after.reconcile(0, 0, as_of=clock.now)
-    assert [after.choose([1, 2]) for _ in range(3)] == [0, 0, 0]
+    front, other = Front(request_map()), RequestBalancer(plan(request_map()))
+    assert [front.choose([1, 2]) for _ in range(4)] == [0, 1, 0, 1]
+    other.follow(front.balancer)
+    front.balancer = other
+    front.clock.now += 1
+    front.reconcile(0, 0, as_of=front.clock.now)
+    assert [front.choose([1, 2]) for _ in range(3)] == [0, 0, 0]
 
 
 def test_short_answers_count_as_such():
     """Of 12 tokens of work as those before, a rank has one at a time; of 3, three: a lead of 6 costs little."""
-    balancer, _ = after_three()
+    balancer = after_three()
     assert [balancer.choose([1, 2]) for _ in range(3)] == [0, 1, 0]
-    balancer, _ = after_three()
-    assert [balancer.choose([1, 2], max_new_tokens=1) for _ in range(3)] == [0, 0, 0]
+    balancer = after_three()
+    assert [balancer.choose([1, 2], most=1) for _ in range(3)] == [0, 0, 0]
 
 
 def test_unknown_ids_are_counted():
-    balancer = RequestBalancer(plan(request_map()), Clock())
+    balancer = Front(request_map())
     balancer.choose([1, V, V + 5, -3])
-    assert balancer.unknown_tokens == 3
+    assert balancer.balancer.unknown_tokens == 3
 
 
 def test_the_papers_table():
@@ -134,9 +151,9 @@ def test_the_papers_table():
         request_scores=np.tile(np.array([[0.2, 0.8]], np.float32), (V + 1, 1)),
         request_source=np.array([1] * V + [0], np.uint8),
     )
-    balancer = RequestBalancer(plan(table), Clock())
+    balancer = Front(table)
     assert [balancer.choose([1, 2, 99]) for _ in range(4)] == [1, 0, 1, 0]  # each rank once a round
-    assert balancer.unknown_tokens == 4
+    assert balancer.balancer.unknown_tokens == 4
     balancer.reconcile(0, 0, as_of=0.0)
 
 
@@ -154,9 +171,9 @@ def test_a_namer_counts_unknown_ids_once_and_keeps_running_requests_when_the_pla
     namer = RequestNamer(plan(request_map()), counters)
 
     def choose(ids):
-        found = namer._balancer.choose(ids)
+        [found] = namer._balancer.admit([(ids, None)])
         namer.count_unknown()
-        return found
+        return found.group
 
     assert [namer.name(None, lambda: choose([1, 99])) for _ in range(3)] == [0, 1, 0]
     assert counted(counters, "unknown_tokens") == 3
@@ -173,7 +190,7 @@ def test_sglang_s_loads_are_read_at_most_once_in_a_while_and_count_once(monkeypa
     clock, read = Clock(), []
     monkeypatch.setattr(sglang_requests.time, "monotonic", clock)
     hook = sglang_requests.RequestHook(plan(request_map()), Counters("front"))
-    monkeypatch.setattr(hook._balancer, "reconcile", lambda rank, running, when: read.append((rank, running, when)))
+    monkeypatch.setattr(hook._ages, "ended", lambda *report: read.append(report) or [])
     load = SimpleNamespace(dp_rank=1, timestamp=5.0, num_running_reqs=2, num_waiting_reqs=3)
     controller = SimpleNamespace(load_snapshot_reader=SimpleNamespace(read_all=lambda: [load]))
     hook._refresh(controller)

@@ -25,7 +25,7 @@ from semmoe.cli import app
 from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
 from semmoe.gateway import Scorer
-from semmoe.plan import save_plan
+from semmoe.plan import load_plan, save_plan
 from semmoe.solver import solve
 from semmoe.topology import Topology
 
@@ -524,7 +524,7 @@ def test_bodies_are_held_up_to_bounds_and_nothing_is_left_of_them(plan, monkeypa
 
     monkeypatch.setattr(picker, "MAX_BODY", 4 * picker.MESSAGE_BYTES)
     monkeypatch.setattr(picker, "MAX_HELD", 6 * picker.MESSAGE_BYTES)
-    ranks = Ranks(Scorer(plan[0]))
+    ranks = Ranks(load_plan(plan[0]))
     made = picker.Picker(ranks, None, ["10.0.0.1:1", "10.0.0.2:1"])
 
     async def scene():

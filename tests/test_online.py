@@ -36,7 +36,7 @@ def scheduler(scores) -> PaperScheduler:
 def test_a_request_goes_to_the_group_of_its_tokens_unless_that_was_used_this_round():
     requests = scheduler([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
     prompts = [[0, 0, 1], [0], [1, 1, 0], [1], [0], [1]]
-    assert [requests.admit(np.array(prompt)).group for prompt in prompts] == [0, 1, 1, 0, 0, 1]
+    assert [requests.admit([np.array(prompt)])[0].group for prompt in prompts] == [0, 1, 1, 0, 0, 1]
 
 
 @given(st.integers(0, 9999), st.integers(2, 5))
@@ -45,7 +45,7 @@ def test_scheduling_agrees_with_loops_and_each_round_uses_every_group_once(seed,
     scores = rng.random((7, groups)).astype(np.float32)
     prompts = [rng.integers(-2, 9, size=rng.integers(6)) for _ in range(3 * groups + 1)]
     requests = scheduler(scores)
-    assigned = [requests.admit(prompt).group for prompt in prompts]
+    assigned = [requests.admit([prompt])[0].group for prompt in prompts]
     assert assigned == oracles.algorithm_2(scores, prompts)
     for first in range(0, 3 * groups, groups):
         assert sorted(assigned[first : first + groups]) == list(range(groups))
@@ -53,9 +53,9 @@ def test_scheduling_agrees_with_loops_and_each_round_uses_every_group_once(seed,
 
 def test_ids_outside_the_vocabulary_are_served_by_the_prior_and_counted():
     requests = scheduler([[0.9, 0.1], [0.9, 0.1], [0.3, 0.7]])
-    assert requests.admit(np.array([0, 2, -1, 999_999])).group == 1
+    assert requests.admit([np.array([0, 2, -1, 999_999])])[0].group == 1
     assert requests.unknown_tokens == 3
-    assert requests.admit(np.array([1])).group == 0
+    assert requests.admit([np.array([1])])[0].group == 0
     assert requests.unknown_tokens == 3
 
 
@@ -63,13 +63,13 @@ def test_tokens_that_were_not_profiled_are_counted():
     scores = np.array([[1, 0], [0, 1], [0.5, 0.5]], np.float32)
     source = np.array([PROFILED, PRIOR, PRIOR], np.uint8)
     requests = PaperScheduler(PaperTable(request_scores=scores, request_source=source))
-    requests.admit(np.array([0, 1, 1]))
+    requests.admit([np.array([0, 1, 1])])
     assert requests.unknown_tokens == 2
 
 
 def test_an_empty_prompt_takes_a_free_group():
     requests = scheduler([[0.9, 0.1], [0.3, 0.7]])
-    assert [requests.admit(np.array([], np.int32)).group for _ in range(4)] == [0, 1, 0, 1]
+    assert [requests.admit([np.array([], np.int32)])[0].group for _ in range(4)] == [0, 1, 0, 1]
 
 
 def map_plan(scores) -> Plan:
@@ -240,7 +240,7 @@ def test_no_device_reads_as_device_0_in_a_path():
 @given(st.integers(1, 5), st.integers(0, 20))
 def test_round_robin_takes_one_group_after_the_other(groups, requests):
     scheduler = start(RoundRobin(num_groups=groups))
-    found = [scheduler.admit([1, 2, 3]) for _ in range(requests)]
+    found = [scheduler.admit([[1, 2, 3]])[0] for _ in range(requests)]
     assert [one.group for one in found] == [r % groups for r in range(requests)]
     assert [one.request for one in found] == list(range(requests))
 
@@ -260,9 +260,9 @@ def policies(groups=2):
 @pytest.mark.parametrize("kind", policies())
 def test_a_scheduler_that_follows_another_goes_on_with_its_numbers_and_work(kind):
     before, after = start(policies()[kind]), start(policies()[kind])
-    handles = [before.admit([1, 2], 5.0) for _ in range(3)]
+    handles = [before.admit([[1, 2]], [5.0])[0] for _ in range(3)]
     after.follow(before)
-    assert after.admit([1, 2], 5.0).request == after.arrivals - 1 == 3
+    assert after.admit([[1, 2]], [5.0])[0].request == after.arrivals - 1 == 3
     np.testing.assert_array_equal(after.work.sum(), before.work.sum() + 5.0 * after.keeps_ledger)
     for handle in handles:
         after.finish(handle, 0.0)

@@ -35,11 +35,11 @@ def plain(**changes) -> SchedulerSettings:
 
 
 def assign(scheduler, prompt, *expected) -> int:
-    return scheduler.admit(prompt, *expected).group
+    return scheduler.admit([prompt], expected or None)[0].group
 
 
 def assign_window(scheduler, prompts) -> list[int]:
-    return [assigned.group for assigned in scheduler.admit_window(prompts)]
+    return [assigned.group for assigned in scheduler.admit(prompts)]
 
 
 def random_prompts(rng, count, vocab=12):
@@ -84,7 +84,7 @@ def test_the_bound_is_never_broken(seed, groups, lead_requests, lead_share, toge
     for first in range(0, len(prompts), together):
         window = prompts[first : first + together]
         tokens = rng.integers(1, 25, len(window)).astype(float).tolist()
-        scheduler.admit_window(window, tokens)
+        scheduler.admit(window, tokens)
         works += [own + 0.1 * len(prompt) for own, prompt in zip(tokens, window, strict=True)]
         largest, mean = max(works), max(mean, *(np.mean(works[:n]) for n in range(first + 1, len(works) + 1)))
         allowance = max(lead_requests * mean / groups, lead_share * scheduler.work.mean())
@@ -131,8 +131,8 @@ def test_a_window_exchanges_what_single_requests_would_take_from_each_other():
 def test_requests_are_numbered_in_their_order_of_arrival_alone_or_together(seed, sizes):
     rng = np.random.default_rng(seed)
     scheduler = CapacityScheduler(random_map(seed, 3))
-    served = [one.request for size in sizes for one in scheduler.admit_window(random_prompts(rng, size))]
-    served += [scheduler.admit(prompt).request for prompt in random_prompts(rng, 2)]
+    served = [one.request for size in sizes for one in scheduler.admit(random_prompts(rng, size))]
+    served += [scheduler.admit([prompt])[0].request for prompt in random_prompts(rng, 2)]
     assert served == list(range(sum(sizes) + 2))
 
 
@@ -141,7 +141,7 @@ def test_finished_requests_correct_or_leave_the_ledger():
     total = CapacityScheduler(table, plain(prompt_cost=0.5))
     running = CapacityScheduler(table, plain(prompt_cost=0.5, keep_finished=False))
     for scheduler, left in ((total, [36.0, 0.0]), (running, [0.0, 0.0])):
-        assigned = scheduler.admit([0, 0], expected_tokens=5)
+        assigned = scheduler.admit([[0, 0]], [5])[0]
         assert scheduler.work.tolist() == [6, 0]
         scheduler.finish(assigned, actual_tokens=35)
         assert scheduler.work.tolist() == left
@@ -178,7 +178,7 @@ def test_a_finished_request_no_longer_costs_its_group_value():
     settings = plain(lead_requests=1000, feedback=0.5, keep_finished=False)
     scheduler = CapacityScheduler(make_map([[0.25, 0], [0, 0]]), settings)
     for _ in range(5):
-        assigned = scheduler.admit([0])
+        assigned = scheduler.admit([[0]])[0]
         assert assigned.group == 0
         scheduler.finish(assigned, actual_tokens=10)
     assert [assign(scheduler, [0]) for _ in range(3)] == [0, 1, 0]
@@ -188,7 +188,7 @@ def test_without_scores_the_least_loaded_group_is_next():
     """Requests of 10, 1 and 1 to three groups: the next two go to the second and the third, then both are at 2."""
     scheduler = CapacityScheduler(make_map([[0, 0, 0]] * 2, spread=0.0), plain(lead_requests=1000))
     assert [assign(scheduler, [0], tokens) for tokens in (10, 1, 1, 1, 1, 8, 2)] == [0, 1, 2, 1, 2, 1, 2]
-    handle = scheduler.admit([0], 50)
+    handle = scheduler.admit([[0]], [50])[0]
     assert handle.group == 2
     scheduler.finish(handle, 0)  # it ended at once
     assert assign(scheduler, [0], 1) == 2
@@ -207,7 +207,7 @@ def test_least_loaded_by_what_is_known_at_every_step(seed, groups):
     scheduler, running = CapacityScheduler(make_map([[0] * groups] * 2, spread=0.0)), []
     for _ in range(50):
         work = scheduler.work
-        running.append(scheduler.admit([0], float(rng.integers(1, 30))))
+        running.append(scheduler.admit([[0]], [float(rng.integers(1, 30))])[0])
         assert running[-1].group == work.argmin()
         if rng.random() < 0.5:
             scheduler.finish(running.pop(int(rng.integers(len(running)))), float(rng.integers(60)))
@@ -233,7 +233,7 @@ def test_how_far_a_live_group_may_lead_does_not_hang_on_how_much_the_profile_dec
         for prompt in prompts:
             if len(running) == 6:
                 scheduler.finish(running.pop(rng.integers(6)), 16)
-            running.append(scheduler.admit(prompt, expected_tokens(mean_length, 16)))
+            running.append(scheduler.admit([prompt], [expected_tokens(mean_length, 16)])[0])
             groups.append(running[-1].group)
             assert np.ptp(np.bincount([one.group for one in running], minlength=2)) <= 2
         shares.append(np.mean(groups == preferred))

@@ -46,21 +46,33 @@ def test_a_plan_that_schedules_no_requests_is_refused(attention, method):
         Scorer(plan(attention, method))
 
 
-def test_ranks_are_the_plans_but_for_those_that_run_ahead():
-    scorer = Scorer(plan("dp"))
-    ranks, order = Ranks(scorer), scorer([3, 7])[0].tolist()
-    assert ranks.order([3, 7], range(4)) == order
-    assert ranks.order([3, 7], [order[2], order[1]]) == [order[1], order[2]]
-    ranks.running[order[0]] = 3  # of 4 ranks, 2.25 above the mean
-    assert ranks.order([3, 7], range(4)) == [*order[1:], order[0]]
-    ranks.running[order[1]] = 1  # now 2 above
-    assert ranks.order([3, 7], range(4)) == order
-    assert ranks.order([3, 7], []) == []
+def test_a_rank_is_the_plans_until_it_runs_ahead():
+    made = plan("dp")
+    ranks, best = Ranks(made), int(Scorer(made)([3, 7])[0][0])
+    others = [rank for rank in range(4) if rank != best]
+    first = ranks.admit([3, 7], range(4))
+    assert first.ranks == [best, *others]
+    held = [ranks.admit([3, 7], range(4)) for _ in range(15)]
+    assert {choice.ranks[0] for choice in held} == set(range(4)), "a rank that runs ahead is left out"
+    assert ranks.running.total() == 16
+    for choice in (first, *held):
+        ranks.finish(choice)
+    assert ranks.running.total() == 0
+    assert ranks.admit([3, 7], range(4)).ranks[0] == best, "all have ended"
+
+
+def test_a_rank_that_cannot_be_used_is_not_named_and_has_no_work_after():
+    made = plan("dp")
+    ranks, best = Ranks(made), int(Scorer(made)([3, 7])[0][0])
+    others = [rank for rank in range(4) if rank != best]
+    assert ranks.admit([3, 7], others).ranks == others
+    assert ranks.admit([3, 7], range(4)).ranks[0] == best
+    assert ranks.admit([3, 7], []).ranks == []
 
 
 def test_without_a_prompt_ranks_are_ordered_by_load():
-    ranks = Ranks(Scorer(plan("dp")))
+    ranks = Ranks(plan("dp"))
     ranks.running.update({0: 2, 2: 1})
-    assert ranks.order(None, range(4)) == [1, 3, 2, 0]
-    assert ranks.order(None, [2, 0]) == [2, 0]
-    assert ranks.order(None, []) == []
+    assert ranks.admit(None, range(4)).ranks == [1, 3, 2, 0]
+    assert ranks.admit(None, [2, 0]).ranks == [2, 0]
+    assert ranks.admit(None, []).ranks == []

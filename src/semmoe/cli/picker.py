@@ -45,18 +45,18 @@ def picker(
 
     from semmoe.gateway.picker import Picker
     from semmoe.gateway.prompts import Tokenizer
-    from semmoe.gateway.scorer import Ranks, Scorer
+    from semmoe.gateway.scorer import Ranks
     from semmoe.plan import load_plan
 
     logging.basicConfig(format="%(message)s")
     loaded = load_plan(plan)
-    scorer = Scorer(loaded)
-    found = addresses_of(addresses, scorer.num_ranks)
-    chosen = Picker(Ranks(scorer), Tokenizer(_tokenizer_of(tokenizer, loaded)), found)
+    ranks, number = Ranks(loaded), loaded.topology.dp_size
+    found = addresses_of(addresses, number)
+    chosen = Picker(ranks, Tokenizer(_tokenizer_of(tokenizer, loaded)), found)
     if not _is_loopback(host):
         console.warn(f"{host} is open to others, and the picker has no authentication")
     each = "a port for each" if len(addresses) > 1 else f"by header, at {addresses[0]}"
-    asyncio.run(_serve(chosen, host, port, f"{scorer.num_ranks} ranks ({each}; plan of {loaded.method})"))
+    asyncio.run(_serve(chosen, host, port, f"{number} ranks ({each}; plan of {loaded.method})"))
 
 
 def addresses_of(given: Sequence[str], num_ranks: int) -> list[str]:

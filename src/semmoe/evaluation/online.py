@@ -9,7 +9,7 @@ from semmoe.core import DECODE, Plan, RequestPolicy, RoutingTrace
 from semmoe.paper.policies import PaperScheduler, PaperTable
 from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
 from semmoe.requests.policy import PromptScores, RoundRobin
-from semmoe.requests.scheduler import Assigned, RequestScheduler, RoundRobinScheduler
+from semmoe.requests.scheduler import Assigned, Prompt, RequestScheduler, RoundRobinScheduler
 
 LIVE_LEAD = 2.0  # mean requests by which a live group may lead
 LIVE_PRICE = 0.25  # of one of them, while one runs in each group: as much as a quarter of a request's pairs at home
@@ -27,7 +27,7 @@ def start(policy: RequestPolicy, settings: SchedulerSettings | None = None) -> R
 
 
 def schedule_requests(
-    prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan, lengths: np.ndarray | None = None, unfinished: int = 0
+    prompts: Sequence[Prompt], plan: Plan, lengths: np.ndarray | None = None, unfinished: int = 0
 ) -> np.ndarray:
     """(R,) int64: the attention group of each request in arrival order.
 
@@ -37,20 +37,20 @@ def schedule_requests(
     return schedule_with(start(plan.requests), prompts, lengths, unfinished)
 
 
-def schedule_batch(prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan, new_tokens: int) -> np.ndarray:
+def schedule_batch(prompts: Sequence[Prompt], plan: Plan, new_tokens: int) -> np.ndarray:
     """(R,) int64: the groups of requests that are all available at once and decode `new_tokens` each.
 
     All requests are assigned in one window, balanced by prompt and decode tokens, since a batch takes as long as its
     fullest group.
     """
     settings = SchedulerSettings(lead_requests=0, lead_share=BATCH_LEAD, prompt_cost=1)
-    assigned = start(plan.requests, settings).admit_window(prompts, new_tokens)
+    assigned = start(plan.requests, settings).admit(prompts, [new_tokens] * len(prompts))
     return np.array([one.group for one in assigned], np.int64)
 
 
 def schedule_with(
     scheduler: RequestScheduler,
-    prompts: Sequence[Sequence[int] | np.ndarray],
+    prompts: Sequence[Prompt],
     lengths: np.ndarray | None,
     unfinished: int,
     expected: Sequence[float] | None = None,
@@ -62,7 +62,7 @@ def schedule_with(
     assigned: list[Assigned] = []
     reported = 0
     for r, prompt in enumerate(prompts):
-        assigned.append(scheduler.admit(prompt, None if expected is None else expected[r]))
+        assigned += scheduler.admit([prompt], None if expected is None else expected[r : r + 1])
         while lengths is not None and reported < len(assigned) and assigned[reported].request < r - unfinished:
             scheduler.finish(assigned[reported], float(lengths[assigned[reported].request]))
             reported += 1

@@ -15,7 +15,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorServicer
 
 from semmoe.gateway.prompts import PATHS, Tokenizer, read_prompt
-from semmoe.gateway.scorer import Ranks
+from semmoe.gateway.scorer import Choice, Ranks
 
 MAX_BODY = 8 << 20  # bytes of a request whose prompt is read
 MAX_HELD = 256 << 20  # bytes of all requests that wait for a rank
@@ -51,24 +51,21 @@ class Picker(ExternalProcessorServicer):
 
     async def Process(self, messages: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
         """Answer the messages of a stream."""
-        request, rank = Request(), None
+        request, choice = Request(), Choice([])
         try:
             async for message in messages:
                 kind = message.WhichOneof("request")
-                if rank is not None:
+                if choice.ranks:
                     await context.write(_passed_on(kind, getattr(message, kind)))
                 elif self._is_complete(request, message, kind):
-                    ranks = await self._choose(request)
-                    if not ranks:
+                    choice = await self._choose(request)
+                    if not choice.ranks:
                         await context.write(ext_proc.ProcessingResponse(immediate_response={"status": {"code": 503}}))
                         return
-                    rank = ranks[0]
-                    self._ranks.running[rank] += 1
-                    await self._answer(request, ranks, context)
+                    await self._answer(request, choice.ranks, context)
         finally:
             self._let_go(request)
-            if rank is not None:
-                self._ranks.running[rank] -= 1
+            self._ranks.finish(choice)
 
     def _is_complete(self, request: Request, message: Any, kind: str) -> bool:
         """Note a message. Returns whether all is there that decides where the request goes."""
@@ -87,11 +84,11 @@ class Picker(ExternalProcessorServicer):
         request.fits = request.size <= MAX_BODY and self._held <= MAX_HELD
         return value.end_of_stream or not request.fits
 
-    async def _choose(self, request: Request) -> list[int]:
-        """The ranks that may serve a request, best first."""
+    async def _choose(self, request: Request) -> Choice:
+        """Choose among the ranks that may serve a request."""
         ranks = self._numbers.values() if request.named is None else [request.named]
         usable = [rank for rank in ranks if request.allowed is None or self._addresses[rank] in request.allowed]
-        return self._ranks.order(await asyncio.to_thread(self._read, request), usable)
+        return self._ranks.admit(await asyncio.to_thread(self._read, request), usable)
 
     def _read(self, request: Request) -> np.ndarray | None:
         """(n,) token ids of the prompt; None if they cannot be known."""

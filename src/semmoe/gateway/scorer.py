@@ -2,16 +2,17 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from semmoe.core import Plan
+from semmoe.engines.balancer import RequestBalancer
 from semmoe.plan import load_plan
 from semmoe.requests.capacity import CapacityScheduler
 from semmoe.requests.policy import PromptScores
-
-LEAD = 2  # requests that a rank which the plan prefers may run above the mean
+from semmoe.requests.scheduler import Assigned, Prompt
 
 
 class Scorer:
@@ -34,27 +35,46 @@ class Scorer:
         """Data-parallel ranks: an engine's `--dp-size`, and the values of its `X-data-parallel-rank`."""
         return len(self._prices)
 
-    def __call__(self, prompt_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, prompt_ids: Prompt) -> tuple[np.ndarray, np.ndarray]:
         """Ranks (D,), best first, and their scores (D,), by the token ids of a prompt as the engine will see it."""
         scores = self._scheduler.score(prompt_ids) - self._prices
         ranks = np.argsort(-scores, kind="stable")
         return ranks, scores[ranks]
 
 
-class Ranks:
-    """The ranks of a plan with the requests that each runs. Use it in one thread."""
+@dataclass(frozen=True)
+class Choice:
+    """The ranks that may serve a request, best first, and its place in the balancer's ledger, if it has one."""
 
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+    ranks: list[int]
+    assigned: Assigned | None = None
+
+
+class Ranks:
+    """The ranks of a plan under the requests that each runs, by the balancer of engines. Use it in one thread."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._balancer = RequestBalancer(plan)
         self.running = Counter[int]()
 
-    def order(self, prompt_ids: Sequence[int] | np.ndarray | None, usable: Sequence[int]) -> list[int]:
-        """The usable ranks, best first: by load alone if the prompt is None, else as the plan has them.
+    def admit(self, prompt_ids: Prompt | None, usable: Sequence[int]) -> Choice:
+        """Choose a rank for a request, the first of the choice, and count it until `finish`.
 
-        Ranks that run more than `LEAD` requests above the mean of the usable ones come last.
+        The other usable ranks follow by load. Without a prompt, or where the plan's rank is not usable, load decides.
         """
-        if prompt_ids is None:
-            return sorted(usable, key=lambda rank: self.running[rank])
-        limit = sum(self.running[rank] for rank in usable) / max(len(usable), 1) + LEAD
-        by_plan = [rank for rank in self._scorer(prompt_ids)[0].tolist() if rank in usable]
-        return sorted(by_plan, key=lambda rank: self.running[rank] > limit)
+        ranks, assigned = sorted(usable, key=lambda rank: self.running[rank]), None
+        if prompt_ids is not None and ranks:
+            [assigned] = self._balancer.admit([(prompt_ids, None)])
+            if assigned.group in ranks:
+                ranks.insert(0, ranks.pop(ranks.index(assigned.group)))
+            else:
+                self._balancer.finish(assigned)
+                assigned = None
+        self.running.update(ranks[:1])
+        return Choice(ranks, assigned)
+
+    def finish(self, choice: Choice) -> None:
+        """Report that a request has ended."""
+        self.running.subtract(choice.ranks[:1])
+        if choice.assigned is not None:
+            self._balancer.finish(choice.assigned)

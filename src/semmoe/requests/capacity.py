@@ -28,8 +28,7 @@ The first is for a ledger of all work; prices that followed true lengths, which 
 second is what running requests cost, in shares of a request's pairs: a pass takes as long as its fullest group, which
 one more request makes of a group the less likely the more requests run.
 
-Window. Requests that are assigned together (`admit_window`) are improved by moves and swaps among them, which raise
-the total value.
+Window. Requests that are assigned together are improved by moves and swaps among them, which raise the total value.
 
 Worked example, two groups, requests of work 10, lead_requests 2 (allowance 10 tokens), no share, feedback or prices:
 requests that all prefer group 0 go to groups 0, 0, 1, 0, 1, ..., since group 0 may be 10 tokens ahead of the mean.
@@ -45,7 +44,7 @@ import numpy as np
 from semmoe.numeric.assignment import improve_assignment
 from semmoe.numeric.jit import njit
 from semmoe.requests.policy import PromptScores
-from semmoe.requests.scheduler import Assigned, RequestScheduler
+from semmoe.requests.scheduler import Assigned, Prompt, RequestScheduler
 
 SWEEPS = 20  # passes over a window
 LEAST_WORK = 1e-9  # of a request, in tokens
@@ -79,7 +78,7 @@ class _Arrived:
 
 
 class CapacityScheduler(RequestScheduler):
-    """Requests to attention groups, one at a time (`admit`) or in windows (`admit_window`). Not thread-safe."""
+    """Requests to attention groups under a bound on load. Not thread-safe."""
 
     keeps_ledger: ClassVar[bool] = True
 
@@ -107,7 +106,7 @@ class CapacityScheduler(RequestScheduler):
         """(D,) the ledger: decode tokens of each group."""
         return self._work.copy()
 
-    def score(self, prompt_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    def score(self, prompt_ids: Prompt) -> np.ndarray:
         """(D,) float64: estimated share of the request's pairs that each group hosts."""
         self._tick += 1
         ids = np.asarray(prompt_ids, np.int64)
@@ -115,13 +114,8 @@ class CapacityScheduler(RequestScheduler):
         self.unknown_tokens += _add_scores(ids, self._scores, self._weights, self._stamp, self._tick, out)
         return out
 
-    def admit(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None) -> Assigned:
-        return self._place([self._arrive(prompt_ids, expected_tokens)])[0]
-
-    def admit_window(
-        self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | Sequence[float] | None = None
-    ) -> list[Assigned]:
-        each = expected_tokens if isinstance(expected_tokens, Sequence) else [expected_tokens] * len(prompts)
+    def admit(self, prompts: Sequence[Prompt], expected_tokens: Sequence[float] | None = None) -> list[Assigned]:
+        each = [self.mean_length] * len(prompts) if expected_tokens is None else expected_tokens
         return self._place([self._arrive(prompt, tokens) for prompt, tokens in zip(prompts, each, strict=True)])
 
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
@@ -137,15 +131,14 @@ class CapacityScheduler(RequestScheduler):
         self._work, self._expected = before.work, before.work
         super().follow(before)
 
-    def _arrive(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None) -> _Arrived:
-        expected = self.mean_length if expected_tokens is None else float(expected_tokens)
+    def _arrive(self, prompt_ids: Prompt, expected: float) -> _Arrived:
         if not expected >= 0:
-            raise ValueError(f"expected_tokens must not be negative: {expected_tokens}")
+            raise ValueError(f"expected_tokens must not be negative: {expected}")
         self.arrivals += 1
         self._seen += 1
         prompt_work = self.settings.prompt_cost * float(len(prompt_ids))
         self._mean_work += (expected + prompt_work - self._mean_work) / self._seen
-        return _Arrived(self.arrivals - 1, self.score(prompt_ids), expected, prompt_work)
+        return _Arrived(self.arrivals - 1, self.score(prompt_ids), float(expected), prompt_work)
 
     def _place(self, window: list[_Arrived]) -> list[Assigned]:
         """Assign `window` together and enter its requests in the ledger."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
 from semmoe.requests.policy import RoundRobin
+
+Prompt: TypeAlias = Sequence[int] | np.ndarray  # (n,) token ids
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Assigned:
 
 
 class RequestScheduler:
-    """Assigns requests by a request policy: `admit` assigns a request to a group, `finish` reports its end.
+    """Assigns requests by a request policy: `admit` assigns requests to groups, `finish` reports the end of one.
 
     This base class keeps no ledger: every request is assigned on arrival, and no state of it is kept.
     """
@@ -42,17 +44,17 @@ class RequestScheduler:
         """Choose a group."""
         raise NotImplementedError
 
-    def admit(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None) -> Assigned:
-        """Assign one request at once; expected_tokens: decode tokens, by default the profile's mean."""
+    def admit(self, prompts: Sequence[Prompt], expected_tokens: Sequence[float] | None = None) -> list[Assigned]:
+        """Assign the requests of a window, in order of arrival.
+
+        expected_tokens: decode tokens expected of each, by default the profile's mean.
+        """
+        return [self._admit_one(prompt) for prompt in prompts]
+
+    def _admit_one(self, prompt_ids: Prompt) -> Assigned:
         group = self.choose(np.asarray(prompt_ids, np.int64))
         self.arrivals += 1
         return Assigned(self.arrivals - 1, group, prompt_work=float(len(prompt_ids)))
-
-    def admit_window(
-        self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | Sequence[float] | None = None
-    ) -> list[Assigned]:
-        """Assign several requests together at once; expected_tokens: of all requests, or of each."""
-        return [self.admit(prompt) for prompt in prompts]
 
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
         """Report that a request ended after `actual_tokens` decode tokens. Call it once per handle."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.core import Plan
-from semmoe.engines.balancer import warm_up
+from semmoe.engines.balancer import Ages, warm_up
 from semmoe.engines.counters import Counters
 from semmoe.engines.requests import RequestNamer
 from semmoe.engines.sglang.swap import REQUESTS
@@ -41,6 +41,7 @@ class RequestHook(RequestNamer):
         self._folder = folder
         self._plan, self._looked = plan, 0.0
         self._loads: dict[int, float] = {}  # by rank: when its load was last reported
+        self._ages = Ages()
         self._window: Window[Held] = Window(window_seconds)
 
     def dispatch(self, original: Any, controller: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,8 +114,11 @@ class RequestHook(RequestNamer):
     def _choose(self, controller: Any, reqs: Sequence[Any]) -> list[int | None]:
         self._refresh(controller)
         most = [getattr(getattr(req, "sampling_params", None), "max_new_tokens", None) for req in reqs]
-        ranks = self._balancer.choose_together([(req.input_ids, new) for req, new in zip(reqs, most, strict=True)])
+        found = self._balancer.admit([(req.input_ids, new) for req, new in zip(reqs, most, strict=True)])
         self.count_unknown()
+        for assigned in found:
+            self._ages.add(assigned)
+        ranks = [assigned.group for assigned in found]
         return [rank if rank in controller._active_workers and controller.status[rank] else None for rank in ranks]
 
     def _refresh(self, controller: Any) -> None:
@@ -126,7 +130,8 @@ class RequestHook(RequestNamer):
             if load.timestamp != self._loads.get(load.dp_rank):
                 self._loads[load.dp_rank] = load.timestamp
                 running = load.num_running_reqs + load.num_waiting_reqs
-                self._balancer.reconcile(load.dp_rank, running, load.timestamp)
+                for assigned in self._ages.ended(load.dp_rank, running, load.timestamp):
+                    self._balancer.finish(assigned)
 
 
 def _has_ids(req: Any) -> bool:

@@ -36,7 +36,7 @@ class RequestHook(RequestNamer):
         if not request.prompt_token_ids or len(client.core_engines) != self._ranks:
             return None  # no token ids, for example if the prompt is given as embeddings
         most = getattr(request.sampling_params, "max_tokens", None)
-        rank, assigned = self._balancer.admit(request.prompt_token_ids, most)
+        [assigned] = self._balancer.admit([(request.prompt_token_ids, most)])
         self._running[request.request_id] = assigned
         self.count_unknown()
-        return rank
+        return assigned.group
