@@ -70,7 +70,9 @@ class LiveExperts:
         model = self._model
         group = model.comm.rank // self._next.topology.attn_tp_size
         model.plan = self._next
-        model.rows.use(Shuffler(self._next, group, model.attention_comm.rank, "layer", "cpu"))
+        model.rows.make = lambda plan: Shuffler(plan, group, model.attention_comm.rank, "layer", "cpu")
+        model.rows.prepare(self._next)
+        model.rows.switch()
 
 
 def transfers(held: np.ndarray, wanted: np.ndarray) -> list[tuple[int, int, int]]:

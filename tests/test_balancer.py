@@ -171,8 +171,7 @@ def test_a_namer_counts_unknown_ids_once_and_keeps_running_requests_when_the_pla
     namer = RequestNamer(plan(request_map()), counters)
 
     def choose(ids):
-        [found] = namer._balancer.admit([(ids, None)])
-        namer.count_unknown()
+        [found] = namer.admit([(ids, None)])
         return found.group
 
     assert [namer.name(None, lambda: choose([1, 99])) for _ in range(3)] == [0, 1, 0]

@@ -19,7 +19,7 @@ class NoShuffle:
 
     active = False
     comms: Sequence[Communicator] = ()
-    begin_step = begin_pass = end = listen = observe = _nothing
+    begin_step = begin_pass = end = listen = observe = prepare = switch = _nothing
 
     def readings(self, labels: Mapping[str, str]) -> Iterator[Reading]:
         """Yield nothing: no pass is shuffled."""

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from semmoe.core import Plan
 from semmoe.engines.counters import Reading
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime.collectives import Communicator
@@ -49,7 +50,8 @@ class TokenRows:
         buffers: PeerBuffers | None = None,
     ) -> None:
         self.comm = comm
-        self._shuffler = shuffler
+        self._shuffler = self._next = shuffler
+        self.make: Any = None  # Callable[[Plan], Shuffler]: the same rank's of another plan, where plans can be swapped
         self._num_slots = num_slots
         self._drafts = drafts
         self._buffers = buffers
@@ -120,13 +122,17 @@ class TokenRows:
         """End a forward pass."""
         self._handle, self.shuffled = None, False
 
-    def use(self, shuffler: Shuffler) -> None:
-        """Shuffle by another plan from the next pass on, which knows no history of the requests that run.
+    def prepare(self, plan: Plan) -> None:
+        """Make another plan's tables, beside the passes that run; `switch` installs them."""
+        self._next = self.make(plan)
+
+    def switch(self) -> None:
+        """Shuffle by the prepared plan from the next pass on, which knows no history of the requests that run.
 
         Not for graphs that are captured, which hold the addresses of today's tables.
         """
-        self._shuffler = shuffler
-        shuffler.reserve(self._nobody + 1)
+        self._shuffler = self._next
+        self._shuffler.reserve(self._nobody + 1)
 
     def readings(self, labels: Mapping[str, str]) -> Iterator[Reading]:
         """Yield the number of passes that were shuffled, and of those that were not."""

@@ -7,6 +7,7 @@ from semmoe.core import Plan
 from semmoe.engines.balancer import RequestBalancer
 from semmoe.engines.counters import Counters, Reading
 from semmoe.live.status import plan_number
+from semmoe.requests.scheduler import Assigned, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ class RequestNamer:
             self._counters.add("scheduled_requests", dp_rank=shown, by=by)
         return ranks
 
-    def count_unknown(self) -> None:
-        """Update the counter of unknown tokens after the balancer has read a prompt."""
+    def admit(self, requests: Sequence[tuple[Prompt, int | None]]) -> list[Assigned]:
+        """Assign requests by the balancer, and count the prompt ids outside its tables."""
+        found = self._balancer.admit(requests)
         self._counters.add("unknown_tokens", self._balancer.unknown_tokens - self._unknown)
         self._unknown = self._balancer.unknown_tokens
+        return found

@@ -23,7 +23,6 @@ from semmoe.engines.sglang.swap import LAYERS, REQUESTS, SWAP
 from semmoe.io.bounds import MOST_LAYERS
 from semmoe.live.status import MOST_NUMBER
 from semmoe.live.swap import NoSwapper, Swapper
-from semmoe.runtime.shuffler import Shuffler
 
 UNSEEN = ("correction_bias",)  # parameters of a layer that belong to no slot
 
@@ -31,18 +30,21 @@ UNSEEN = ("correction_bias",)  # parameters of a layer that belong to no slot
 class LiveExperts:
     """layers: the model's decoder layers with experts, which `blocks` are; see `semmoe.live.swap.Experts`.
 
-    new_shuffler: None where tokens are not shuffled. captured: whether graphs hold the addresses of tables.
+    captured: whether graphs hold the addresses of tables.
     """
 
     def __init__(
-        self, runner: Any, blocks: dict[int, Any], copies: ChosenCopies, shuffle: BoundaryShuffle | NoShuffle,
-        new_shuffler: Callable[[Plan], Shuffler] | None, captured: bool,
-    ) -> None:  # fmt: skip
+        self,
+        runner: Any,
+        blocks: dict[int, Any],
+        copies: ChosenCopies,
+        shuffle: BoundaryShuffle | NoShuffle,
+        captured: bool,
+    ) -> None:
         self._config, self._captured = runner.model_config, captured
         self._layers, self._blocks = sorted(blocks), [blocks[layer] for layer in sorted(blocks)]
-        self._copies, self._shuffle, self._new_shuffler = copies, shuffle, new_shuffler
+        self._copies, self._shuffle = copies, shuffle
         self._location: Any = None  # of the prepared plan
-        self._shuffler: Shuffler | None = None
         self._buffer: list[torch.Tensor] = []
 
     def prepare(self, plan: Plan) -> None:
@@ -54,7 +56,7 @@ class LiveExperts:
         placed[self._layers] = torch.from_numpy(plan.placement.physical_to_logical_map).to(placed)
         self._location = ExpertLocationMetadata.init_by_mapping(self._config, placed, moe_ep_rank=parallel.moe_ep_rank)
         self._copies.prepare(plan, self._captured)
-        self._shuffler = self._new_shuffler(plan) if self._new_shuffler is not None else None
+        self._shuffle.prepare(plan)
         self._buffer = [torch.empty_like(weight) for weight in self.weights(0)]
 
     def weights(self, layer: int) -> Sequence[torch.Tensor]:
@@ -85,8 +87,7 @@ class LiveExperts:
     def finish(self) -> None:
         """The token tables, where tokens are shuffled."""
         self._copies.finish()
-        if isinstance(self._shuffle, BoundaryShuffle) and self._shuffler is not None:
-            self._shuffle.use(self._shuffler)
+        self._shuffle.switch()
         self._buffer = []
 
 

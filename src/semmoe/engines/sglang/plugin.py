@@ -2,35 +2,19 @@
 
 import functools
 import os
-import sys
 from typing import Any
 
 from semmoe.core import Plan
 from semmoe.engines.counters import Counters
 from semmoe.engines.hooks import cpu_patches
-from semmoe.engines.ownership import join
-from semmoe.engines.settings import control_folder, from_environment
 from semmoe.engines.sglang import targets
 from semmoe.engines.sglang.settings import SglangSettings
-from semmoe.engines.supervisor import report
+from semmoe.engines.start import once, start
 
 
 def register() -> None:
-    """Hook SGLang if the environment says so; end the process with one line if anything does not fit.
-
-    SGLang logs a plug-in's exceptions and serves without it, which would be a setting silently ignored.
-    """
-    folder = control_folder()
-    try:
-        settings = from_environment(SglangSettings)
-        if folder is not None:
-            join(folder)
-        if settings.plan or settings.control or on_cpu():
-            _register(settings)
-    except (ValueError, RuntimeError, OSError) as error:
-        report(folder, str(error))
-        print(f"semmoe: {error}; SGLang does not start", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+    """Hook SGLang if the environment says so; end the process with one line if anything does not fit."""
+    start("SGLang", SglangSettings, _register)
 
 
 def on_cpu() -> bool:
@@ -38,6 +22,8 @@ def on_cpu() -> bool:
 
 
 def _register(settings: SglangSettings) -> None:
+    if not (settings.plan or settings.control or on_cpu()):
+        return
     from semmoe.engines.sglang.rank import RankPlugin
     from semmoe.engines.sglang.registry import around, prove
     from semmoe.plan import load_plan
@@ -50,7 +36,7 @@ def _register(settings: SglangSettings) -> None:
     rank.register()
     hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
     if plan is not None and settings.schedules(plan):
-        hook = _controller(plan, settings)
+        hook = once("controller", settings.folder, functools.partial(_controller, plan, settings))
         around(targets.SCHEDULE, lambda *call, **named: hook().dispatch(*call, **named))
         around(targets.CONTROL, lambda *call: hook().told(*call))
         hooks += targets.REQUEST_HOOKS
@@ -62,16 +48,7 @@ def _register(settings: SglangSettings) -> None:
     prove(hooks)
 
 
-def _controller(plan: Plan, settings: SglangSettings) -> Any:
-    """The hook of the controller, made in the process that runs it, since others never schedule."""
+def _controller(plan: Plan, settings: SglangSettings, counters: Counters) -> Any:
+    from semmoe.engines.sglang.requests import RequestHook
 
-    @functools.cache
-    def get() -> Any:
-        from semmoe.engines.sglang.requests import RequestHook
-
-        counters = Counters("controller", settings.folder)
-        hook = RequestHook(plan, counters, settings.window_seconds, settings.folder)
-        counters.start()
-        return hook
-
-    return get
+    return RequestHook(plan, counters, settings.window_seconds, settings.folder)

@@ -137,8 +137,7 @@ class RankPlugin(Host):
         held = "captured graphs hold the token tables: serve with --disable-cuda-graph" if captured and shuffles else ""
         experts = None
         if plan is not None and not held:
-            new = functools.partial(self._new_shuffler, runner) if shuffles else None
-            experts = LiveExperts(runner, blocks, self._copies, self._shuffle, new, captured)
+            experts = LiveExperts(runner, blocks, self._copies, self._shuffle, captured)
         self.swapper = attach(plan, experts, held, get_parallel().tp_group.cpu_group, folder)
 
     def _new_shuffler(self, runner: Any, plan: Plan) -> Shuffler:
@@ -164,6 +163,7 @@ class RankPlugin(Host):
         buffers = peer_buffers(plan, runner, comm) if self._fused else None
         shuffle = BoundaryShuffle(shuffler, comm, norms, pool, buffers)
         self._shuffle, shuffle.ran = shuffle, self._check.ran
+        shuffle.make = functools.partial(self._new_shuffler, runner)
         self._check.expect("scatter", len(layers))
         self._check.expect("restore", len(layers))
         if get_spec().speculative_algorithm and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):

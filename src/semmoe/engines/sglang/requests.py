@@ -114,8 +114,7 @@ class RequestHook(RequestNamer):
     def _choose(self, controller: Any, reqs: Sequence[Any]) -> list[int | None]:
         self._refresh(controller)
         most = [getattr(getattr(req, "sampling_params", None), "max_new_tokens", None) for req in reqs]
-        found = self._balancer.admit([(req.input_ids, new) for req, new in zip(reqs, most, strict=True)])
-        self.count_unknown()
+        found = self.admit([(req.input_ids, new) for req, new in zip(reqs, most, strict=True)])
         for assigned in found:
             self._ages.add(assigned)
         ranks = [assigned.group for assigned in found]

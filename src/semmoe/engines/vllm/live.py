@@ -25,7 +25,6 @@ from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.shuffle import LayerShuffle
 from semmoe.live.swap import NoSwapper, SwapError, Swapper
 from semmoe.runtime.copies import RankCopies, rank_copies, take_over
-from semmoe.runtime.shuffler import Shuffler
 from semmoe.runtime.traffic import TrafficCounter
 
 
@@ -38,10 +37,8 @@ class LiveExperts:
     def __init__(self, blocks: Sequence[Any], source: int, real: RealRows, captured: bool) -> None:
         self._blocks, self._source, self._real, self._captured = blocks, source, real, captured
         self._routed: list[RoutedLayer] = []
-        self._shuffle: LayerShuffle | NoShuffle = NoShuffle()
-        self._new_shuffler: Callable[[Plan], Shuffler] | None = None
+        self.shuffle: LayerShuffle | NoShuffle = NoShuffle()
         self._copies: list[RankCopies] = []  # of the prepared plan, by layer
-        self._shuffler: Shuffler | None = None
         self._buffer: list[Tensor] = []
 
     def hook(
@@ -64,15 +61,11 @@ class LiveExperts:
 
         return hook_routers(self._blocks, hooks)
 
-    def follow(self, shuffle: LayerShuffle, new_shuffler: Callable[[Plan], Shuffler]) -> None:
-        """Swap the token tables of this shuffle, too."""
-        self._shuffle, self._new_shuffler = shuffle, new_shuffler
-
     def prepare(self, plan: Plan) -> None:
         """Make the copy choice, the shuffler and the buffer; see `Experts`."""
         old = [layer.copies for layer in self._routed if layer.copies is not None]
         self._copies = take_over(old, rank_copies(plan, self._source), self._captured)
-        self._shuffler = self._new_shuffler(plan) if self._new_shuffler is not None else None
+        self.shuffle.prepare(plan)
         self._buffer = [torch.empty_like(weight) for weight in self.weights(0)]
 
     def weights(self, layer: int) -> Sequence[Tensor]:
@@ -94,8 +87,7 @@ class LiveExperts:
 
     def finish(self) -> None:
         """The token tables, where tokens are shuffled."""
-        if isinstance(self._shuffle, LayerShuffle) and self._shuffler is not None:
-            self._shuffle.use(self._shuffler)
+        self.shuffle.switch()
         self._buffer = []
 
 

@@ -2,39 +2,24 @@
 
 import functools
 import logging
-import sys
-from pathlib import Path
 from typing import Any
 
 from semmoe.core import Plan
 from semmoe.engines.counters import Counters
 from semmoe.engines.hooks import cpu_patches
-from semmoe.engines.ownership import join
-from semmoe.engines.settings import control_folder, from_environment
-from semmoe.engines.supervisor import report
+from semmoe.engines.start import once, start
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.settings import VllmSettings
 
 
 def register() -> None:
-    """Hook vLLM if the environment says so; end the process with one line if anything does not fit.
-
-    vLLM logs a plug-in's exceptions and serves without it, which would be a setting silently ignored.
-    """
-    folder = control_folder()
-    try:
-        settings = from_environment(VllmSettings)
-        if folder is not None:
-            join(folder)
-        if settings.plan or settings.control or settings.sequence_parallel:
-            _register(settings)
-    except (ValueError, RuntimeError, OSError) as error:
-        report(folder, str(error))
-        print(f"semmoe: {error}; vLLM does not start", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+    """Hook vLLM if the environment says so; end the process with one line if anything does not fit."""
+    start("vLLM", VllmSettings, _register)
 
 
 def _register(settings: VllmSettings) -> None:
+    if not (settings.plan or settings.control or settings.sequence_parallel):
+        return
     from vllm.platforms import current_platform
 
     from semmoe.engines.vllm.live import offer
@@ -54,7 +39,7 @@ def _register(settings: VllmSettings) -> None:
     if settings.folder is not None:
         offer(rank, settings.folder)
     if schedules and plan is not None:
-        made = _client(plan, settings.folder)
+        made = once("frontend", settings.folder, functools.partial(_client, plan))
         add(targets.CLIENT, targets.PREPARE, lambda client, other: made().prepare(other))
         around(targets.SCHEDULE, lambda *call: made().choose(*call))
         around(targets.FINISHED, lambda *call: made().finished(*call))
@@ -69,16 +54,7 @@ def _needed(settings: VllmSettings, plan: Plan | None, splits: bool, schedules: 
     return [*hooks, targets.LOAD_MODEL_CPU, *cpu_patches("vllm").HOOKS] if on_cpu else hooks
 
 
-def _client(plan: Plan, folder: Path | None) -> Any:
-    """The hook of the front end, made in the process that runs it, since others never schedule."""
+def _client(plan: Plan, counters: Counters) -> Any:
+    from semmoe.engines.vllm.requests import RequestHook
 
-    @functools.cache
-    def get() -> Any:
-        from semmoe.engines.vllm.requests import RequestHook
-
-        counters = Counters("frontend", folder)
-        hook = RequestHook(plan, counters)
-        counters.start()
-        return hook
-
-    return get
+    return RequestHook(plan, counters)

@@ -34,10 +34,8 @@ from semmoe.engines.vllm.routing import RealRows, own_rows
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.engines.vllm.shuffle import (
     GRAPHS_HOLD_TABLES,
-    LayerShuffle,
     moe_layers,
     new_shuffle,
-    new_shuffler,
     split_by_position,
 )
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
@@ -136,9 +134,7 @@ class RankPlugin(Host):
         if self._settings.folder is None:
             return
         held = GRAPHS_HOLD_TABLES if captures(runner) and self._shuffle.comms else ""
-        if isinstance(self._shuffle, LayerShuffle):
-            new = functools.partial(new_shuffler, runner=runner, settings=self._settings)
-            self._experts.follow(self._shuffle, new)
+        self._experts.shuffle = self._shuffle
         experts = None if held else self._experts
         self.swapper = attach(self._plan, experts, held, get_ep_group().cpu_group, self._settings.folder)
 
@@ -216,7 +212,7 @@ class RankPlugin(Host):
     def _observe(self, place: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         if self._check.pending and self._in_pass:
             self._check.ran("routers")
-        if isinstance(self._shuffle, LayerShuffle) and self._shuffle.active:
+        if self._shuffle.active:
             self._shuffle.observe(expert_ids.long(), weights)
         elif self._recording.hooked and not self.shuffles:  # a pass that is not shuffled has a slice of the rows here
             self._recording.observe(place, expert_ids.long(), weights)

@@ -131,7 +131,9 @@ def new_shuffle(plan: Plan, runner: Any, settings: PluginSettings, real: RealRow
     drafts = speculation.num_speculative_tokens if speculation is not None else 0
     check_graphs(graphs(runner), drafts)
     comm = Communicator(group.device_group, group.rank_in_group, group.world_size)
-    return LayerShuffle(new_shuffler(plan, runner, settings), comm, real, runner, slots, drafts)
+    shuffle = LayerShuffle(new_shuffler(plan, runner, settings), comm, real, runner, slots, drafts)
+    shuffle.make = functools.partial(new_shuffler, runner=runner, settings=settings)
+    return shuffle
 
 
 def check_graphs(mode: CUDAGraphMode, drafts: int) -> None:
