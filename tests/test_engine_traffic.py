@@ -1,6 +1,5 @@
-"""Traffic by tier, by pair of nodes and, where asked for, by pair of ranks; against loops over tokens."""
+"""Traffic by tier and by pair of nodes; against loops over tokens."""
 
-import logging
 from collections import Counter
 from dataclasses import replace
 
@@ -11,16 +10,14 @@ from synthetic import make_fingerprint
 
 from semmoe.core import NEVER
 from semmoe.costs.metrics import layer_traffic
-from semmoe.engines.absent import NoTraffic
 from semmoe.engines.settings import PluginSettings, from_environment
-from semmoe.engines.traffic import MOST_PAIRED, RankTraffic, rank_traffic
+from semmoe.engines.traffic import MOST_PAIRED, RankTraffic
 from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.topology import Topology
 
 RANKS = 8
-PAIRED = PluginSettings(rank_pairs="1")
 
 
 def by_loops(targets, home, topology):
@@ -35,13 +32,13 @@ def by_loops(targets, home, topology):
     return rows, nodes, served
 
 
-def published(topology, targets, home, settings, dispatch=lambda rank: []):
+def published(topology, targets, home, dispatch=lambda rank: []):
     """The readings of all ranks, summed by name and labels as Prometheus sums processes."""
     out = Counter()
     for rank in range(topology.ep_size):
         counter = TrafficCounter(topology.ep_size, rank, num_nodes=topology.num_nodes)
         counter.count(torch.from_numpy(targets[home == rank]))
-        for name, labels, value in rank_traffic(rank, topology, settings).readings(counter, dispatch(rank), []):
+        for name, labels, value in RankTraffic(rank=rank, topology=topology).readings(counter, dispatch(rank), []):
             out[(name, *labels.items())] += value
     return out
 
@@ -74,10 +71,8 @@ def test_every_counter_is_what_loops_count(num_nodes):
     topology = Topology(ep_size=RANKS, num_nodes=num_nodes)
     targets, home = draw(num_nodes, topology)
     rows, nodes, served = by_loops(targets, home, topology)
-    found = published(topology, targets, home, PAIRED)
-    assert pairs_of(found, "rank_pair_rows") == rows
+    found = published(topology, targets, home)
     assert pairs_of(found, "node_rows") == nodes
-    assert pairs_of(found, "rank_pair_served") == served
     inside = sum(n for (i, j), n in rows.items() if topology.node_of[i] == topology.node_of[j])
     assert total(found, "remote_rows", tier="node") == inside
     assert total(found, "remote_rows", tier="network") == rows.total() - inside
@@ -99,58 +94,34 @@ def test_bytes_by_tier_and_by_pair(num_nodes):
             comm.count("dispatch", [share * (j if share == 1 else 1) for j in range(RANKS)], 1)
         return comms
 
-    found = published(topology, *draw(0, topology), PAIRED, dispatch)
+    found = published(topology, *draw(0, topology), dispatch)
     sent = {(i, j): 100 * i + j for i in range(RANKS) for j in range(RANKS) if i != j}
     across = Counter()
     for (i, j), n in sent.items():
         across[int(topology.node_of[i]), int(topology.node_of[j])] += n
-    assert pairs_of(found, "rank_pair_bytes") == sent
     assert pairs_of(found, "node_bytes") == {ends: n for ends, n in across.items() if ends[0] != ends[1]}
     assert total(found, "all_to_all_bytes", tier="node") == sum(across[n, n] for n in range(num_nodes))
     assert total(found, "all_to_all_bytes") == total(found, "sent_bytes", kind="dispatch") == sum(sent.values())
 
 
-def test_no_series_per_pair_of_ranks_unless_asked_for():
+def test_no_series_per_pair_of_ranks():
     topology = Topology(ep_size=320, num_nodes=40)
     targets, home = draw(1, topology)
-    found = published(topology, targets, home, PluginSettings())
-    assert not [key for key in found if key[0].startswith("rank_pair")]
+    found = published(topology, targets, home)
     assert Counter(key[0] for key in found) == {
         "routed_tokens": 320, "pairs": 640, "remote_rows": 640, "served_pairs": 320, "node_rows": 40 * 39,
     }  # fmt: skip
     small = Topology(ep_size=4)
-    off = published(small, *draw(1, small), PluginSettings(rank_pairs="0"))
-    assert {key[0] for key in off} == {"routed_tokens", "pairs", "remote_rows", "served_pairs"}
-
-
-def test_pairs_of_too_many_ranks_are_refused_with_one_line_and_show_as_degraded(caplog):
-    fits, wide = Topology(ep_size=MOST_PAIRED), Topology(ep_size=2 * MOST_PAIRED)
-    assert rank_traffic(0, fits, PAIRED) == RankTraffic(rank=0, topology=fits, by_rank_pair=True)
-    with caplog.at_level(logging.WARNING, logger="semmoe"):
-        made = [rank_traffic(rank, wide, PAIRED) for rank in range(4)]
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "SEMMOE_RANK_PAIRS=1 publishes traffic by pair of at most 64 ranks: 128 ranks would be 16,384 series" in line
-    for one in made:
-        assert not one.by_rank_pair
-        assert list(one.readings(NoTraffic(), [], [])) == [("degraded", {"reason": one.refused}, 1.0)]
-        assert one.refused in line
+    one_node = published(small, *draw(1, small))
+    assert {key[0] for key in one_node} == {"routed_tokens", "pairs", "remote_rows", "served_pairs"}
 
 
 def test_pairs_of_too_many_nodes_become_one_total():
     topology = Topology(ep_size=2 * MOST_PAIRED, num_nodes=2 * MOST_PAIRED)
     targets, home = draw(2, topology)
-    found = published(topology, targets, home, PluginSettings())
+    found = published(topology, targets, home)
     assert {dict(key[1:])["to_node"] for key in found if key[0] == "node_rows"} == {"others"}
     assert total(found, "node_rows") == by_loops(targets, home, topology)[1].total()
-
-
-def test_the_variable():
-    assert from_environment(PluginSettings, {"SEMMOE_RANK_PAIRS": "1"}) == PAIRED
-    assert PAIRED.environment()["SEMMOE_RANK_PAIRS"] == "1"
-    for value in ("", "0"):
-        assert from_environment(PluginSettings, {"SEMMOE_RANK_PAIRS": value}).rank_pairs == value
-    with pytest.raises(ValueError, match="SEMMOE_RANK_PAIRS must be 0, 1 or empty, not 'yes'"):
-        from_environment(PluginSettings, {"SEMMOE_RANK_PAIRS": "yes"})
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "never", str(NEVER + 1)])

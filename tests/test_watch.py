@@ -104,7 +104,7 @@ def test_figures_are_of_the_window(site):
     assert (seen.lar, seen.pairs, seen.ranks, seen.seconds) == (0.75, 80_000, 2, 2.0)
     assert seen.routed_tokens_per_second == 10_000
     assert (seen.remote_ranks_per_token, seen.network_ranks_per_token, seen.remote_pairs_per_token) == (0.5, 0.0, 1.0)
-    assert (seen.remote_nodes_per_token, seen.node_pairs, seen.rank_pairs) == (None, [], [])
+    assert (seen.remote_nodes_per_token, seen.node_pairs) == (None, [])
     assert seen.load == {"0": 1.0, "1": 1.0}
     assert seen.scheduled == {"0": 3, "1": 3}
     assert seen.all_to_all_bytes_per_token is None
@@ -143,54 +143,49 @@ def test_what_people_and_machines_see(site, plan):
     assert "no tokens were routed" in run(still.url).output
 
 
-def test_traffic_by_pair_of_nodes_and_of_ranks(site):
+def test_traffic_by_pair_of_nodes(site):
     """Two ranks on two nodes: 10,000 rows one way, twice as many the other; bytes if semmoe sends them."""
 
-    def serve(ranks, sent):
+    def serve(sent):
         site.serve(30_000, 10_000, tier="network")
         for source, target, rows in (("0", "1", 10_000), ("1", "0", 20_000)):
             site.add("node_rows", rows, node=source, to_node=target)
             if sent:
                 site.add("all_to_all_bytes", 768 * rows, ep_rank=source, tier="network")
                 site.add("node_bytes", 768 * rows, node=source, to_node=target)
-            if ranks:
-                site.add("rank_pair_rows", rows, ep_rank=source, to=target)
 
-    serve(ranks=False, sent=False)
+    serve(sent=False)
     looks = [watch.look([site.url], 0.0)]
-    for time, given in ((2.0, (False, False)), (4.0, (True, True)), (6.0, (True, True))):
-        serve(*given)
+    for time, sent in ((2.0, False), (4.0, True), (6.0, True)):
+        serve(sent)
         looks.append(watch.look([site.url], time))
     plain, _, full = (watch.view(*both) for both in pairwise(looks))
     assert (plain.network_ranks_per_token, plain.remote_nodes_per_token) == (0.5, 1.5)
     ends = [(pair.source, pair.target, pair.rows_per_second, pair.bytes_per_second) for pair in plain.node_pairs]
     assert ends == [("1", "0", 10_000, None), ("0", "1", 5_000, None)]
-    assert plain.rank_pairs == []
     assert [pair.bytes_per_second for pair in full.node_pairs] == [7_680_000, 3_840_000]
-    assert [(pair.source, pair.rows_per_second) for pair in full.rank_pairs] == [("1", 10_000), ("0", 5_000)]
 
 
 def test_pairs_as_people_see_them(site):
-    """The heaviest of many pairs, in a table for nodes and one for ranks."""
+    """The heaviest of many pairs, in a table."""
 
     def serve():
         site.serve(9_000, 1_000, tier="network")
         for i, j in permutations(range(5), 2):
             site.add("node_rows", 100 * i + j, node=i, to_node=j)
             site.add("node_bytes", 10**6 * i, node=i, to_node=j)
-            site.add("rank_pair_rows", 100 * i + j, ep_rank=i, to=j)
 
     site.moves = [serve]
     said = run(site.url).output
     for words in (r"remote ranks per token +0\.20 +and layer, 0\.20 on other nodes", r"remote nodes per token +0\.\d\d",
                   r"remote pairs per token +0\.40 +and layer", r"node to node +rows a second +MB a second",
-                  r"rank to rank +rows a second *\n +4 → 3", r"4 → 3 .*\n +4 → 2 .*\n +4 → 1 ",
+                  r"4 → 3 .*\n +4 → 2 .*\n +4 → 1 ",
                   "the 12 heaviest of 20 pairs"):  # fmt: skip
         assert re.search(words, said), said
     assert "1 → 0" not in said
     found = json.loads(run(site.url, "--json").output)
     assert len(found["node_pairs"]) == 20
-    assert set(found["rank_pairs"][0]) == {"source", "target", "rows_per_second", "bytes_per_second"}
+    assert set(found["node_pairs"][0]) == {"source", "target", "rows_per_second", "bytes_per_second"}
 
 
 def test_a_machine_reads_a_line_of_json_each_time_until_it_stops_watching(site):

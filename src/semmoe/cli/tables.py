@@ -255,9 +255,8 @@ def watched(url: str, seen: Any, expected: float | None, warning: str | None) ->
         most = max(seen.load.values())
         rows = [[rank, f"{value:.2f}", _bar(value, most)] for rank, value in seen.load.items()]
         parts += [Text(), _grid(["rank", "expert load", ""], rows)]
-    for kind, pairs in (("node", seen.node_pairs), ("rank", seen.rank_pairs)):
-        if pairs:
-            parts += [Text(), _pairs(kind, pairs)]
+    if seen.node_pairs:
+        parts += [Text(), _pairs(seen.node_pairs)]
     if seen.pairs == 0 and not seen.stale:
         parts.append(Text("no tokens were routed"))
     for alarm in _alarms(seen, warning):
@@ -299,8 +298,8 @@ def _to_ranks(scheduled: dict[str, int]) -> str:
     return ", ".join(f"{count:,} to rank {rank}" for rank, count in scheduled.items())
 
 
-def _pairs(kind: str, pairs: list) -> Table:
-    """The rows and bytes that nodes or ranks sent to each other, the heaviest pairs first, as bars."""
+def _pairs(pairs: list) -> Table:
+    """The rows and bytes that nodes sent to each other, the heaviest pairs first, as bars."""
     shown, most = pairs[:MOST_PAIRS], max(pairs[0].rows_per_second, 1e-9)
     with_bytes = any(pair.bytes_per_second is not None for pair in pairs)
     rows = []
@@ -308,7 +307,7 @@ def _pairs(kind: str, pairs: list) -> Table:
         size = ["-" if pair.bytes_per_second is None else f"{pair.bytes_per_second / 1e6:.2f}"] if with_bytes else []
         ends, rate = f"{pair.source} → {pair.target}", f"{pair.rows_per_second:,.0f}"
         rows.append([ends, rate, *size, _bar(pair.rows_per_second, most)])
-    table = _grid([f"{kind} to {kind}", "rows a second", *(["MB a second"] if with_bytes else []), ""], rows)
+    table = _grid(["node to node", "rows a second", *(["MB a second"] if with_bytes else []), ""], rows)
     if len(pairs) > len(shown):
         table.caption, table.caption_justify = f"the {len(shown)} heaviest of {len(pairs):,} pairs", "left"
     return table

@@ -2,8 +2,7 @@
 
 docs/engines.md has their labels, docs/live.md those of swaps. A dispatcher sends one of three kinds of rows: per
 (token, expert) pair (pairs{local="false"}; DeepEP's low latency), per (token, rank) (remote_rows), or per (token,
-node), to be forwarded inside it (node_rows; DeepEP's normal kernels). Only the three `rank_pair_` counters have G * G
-series for G ranks; `semmoe.engines.traffic` bounds them.
+node), to be forwarded inside it (node_rows; DeepEP's normal kernels).
 """
 
 import logging
@@ -35,9 +34,6 @@ DESCRIPTIONS = {
     "all_to_all_seconds": "Seconds in dispatch and combine on a CPU, waits for slower ranks included",
     "all_to_all_bytes": "Bytes of dispatch and combine, inside the node or between",
     "node_bytes": "Bytes of dispatch and combine by pair of nodes",
-    "rank_pair_rows": "Rows for other ranks, one per (token, rank), by pair of ranks",
-    "rank_pair_bytes": "Bytes of dispatch and combine by pair of ranks",
-    "rank_pair_served": "(token, expert) pairs by home rank and by the rank that computes them",
     "passes": "Forward passes by their slices, shuffled or contiguous",
     "plan_number": "Number of the plan that a rank serves on",
     "request_plan_number": "Number of the plan that assigns requests",

@@ -19,7 +19,7 @@ from semmoe.engines.counters import Counters, Reading
 from semmoe.engines.hooks import is_tried
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.settings import PluginSettings
-from semmoe.engines.traffic import RankTraffic, rank_traffic
+from semmoe.engines.traffic import RankTraffic
 from semmoe.live.recorder.files import refuse
 from semmoe.live.recorder.passes import Listener, PassRecorder
 from semmoe.live.recorder.recorder import LiveRecorder
@@ -111,7 +111,7 @@ class Host:
         engine = f"{self._engine.lower()} {self._version}"
         labels = description(engine, self._plan, self._settings, running.attention, shuffle) | labels
         counters = Counters(f"rank-{self._rank:05d}", self._settings.folder)
-        counters.sources.append(functools.partial(self._readings, rank_traffic(self._rank, running, self._settings)))
+        counters.sources.append(functools.partial(self._readings, RankTraffic(rank=self._rank, topology=running)))
         counters.add("active", 1, **labels)
         counters.start()
         words = ", ".join(f"{name} {value}" for name, value in labels.items())

@@ -23,7 +23,6 @@ class PluginSettings:
     shuffle_from: str = ""  # least rows of a pass whose tokens are shuffled; empty: the plan's own number
     window_ms: str = ""  # requests that arrive within so many milliseconds are assigned together; empty: each at once
     control: str = ""  # a folder for activity files and `semmoe record`
-    rank_pairs: str = ""  # 1: traffic is also published by pair of ranks, up to `traffic.MOST_PAIRED` ranks
     record: str = ""  # 1: routing can be recorded in CUDA graphs too, at the cost of a copy a layer in every pass
 
     def __post_init__(self) -> None:
@@ -36,7 +35,6 @@ class PluginSettings:
             raise ValueError(f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
         if self.window_ms and not _is_wait(self.window_ms):
             raise ValueError(f"SEMMOE_WINDOW_MS must lie between 0 and {MOST_WAIT_MS:,}, not {self.window_ms!r}")
-        check_switch("RANK_PAIRS", self.rank_pairs)
         check_switch("RECORD", self.record)
 
     def served(self, plan: Plan) -> Plan:

@@ -53,7 +53,6 @@ class View:
     remote_pairs_per_token: float | None
     all_to_all_bytes_per_token: float | None  # per layer; None if semmoe does not do the all-to-all
     node_pairs: list[Sent]  # empty on one node
-    rank_pairs: list[Sent]  # empty unless the server was started with SEMMOE_RANK_PAIRS=1
     load: dict[str, float]  # (token, expert) pairs by the rank that computes them, over the mean of ranks
     scheduled: dict[str, int]  # requests that the plan scheduled, by rank
     named: int  # requests that named their rank
@@ -157,8 +156,7 @@ def view(before: Look, after: Look) -> View:
         remote_nodes_per_token=per_token(_sum(grown, "node_rows")) if _by(grown, "node_rows") else None,
         remote_pairs_per_token=per_token(pairs - local),
         all_to_all_bytes_per_token=per_token(sent) if sent else None,
-        node_pairs=_sent(grown, seconds, "node_rows", "node_bytes", ("node", "to_node")),
-        rank_pairs=_sent(grown, seconds, "rank_pair_rows", "rank_pair_bytes", ("ep_rank", "to")),
+        node_pairs=_sent(grown, seconds),
         load={rank: count / mean for rank, count in served.items()} if mean else {},
         scheduled={rank: int(n) for rank, n in _by(grown, "scheduled_requests", "dp_rank", by="plan").items()},
         named=int(_sum(grown, "scheduled_requests", by="named")),
@@ -170,9 +168,9 @@ def view(before: Look, after: Look) -> View:
     )
 
 
-def _sent(grown: Totals, seconds: float, rows: str, sent: str, ends: tuple[str, str]) -> list[Sent]:
-    """Traffic by pair, the heaviest first; rows and sent: counters with both labels in `ends`."""
-    of_bytes = _by(grown, sent, *ends)
+def _sent(grown: Totals, seconds: float) -> list[Sent]:
+    """Traffic by pair of nodes, the heaviest first."""
+    of_bytes = _by(grown, "node_bytes", "node", "to_node")
     pairs = [
         Sent(
             source=pair[0],
@@ -180,7 +178,7 @@ def _sent(grown: Totals, seconds: float, rows: str, sent: str, ends: tuple[str, 
             rows_per_second=count / seconds,
             bytes_per_second=of_bytes[pair] / seconds if pair in of_bytes else None,
         )
-        for pair, count in _by(grown, rows, *ends).items()
+        for pair, count in _by(grown, "node_rows", "node", "to_node").items()
     ]
     return sorted(pairs, key=lambda pair: -pair.rows_per_second)
 
