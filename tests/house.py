@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 26_944, 350, 50
+TOTAL, FILE, FUNCTION = 26_955, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 296,
@@ -35,9 +35,9 @@ ROOMS = {
     "checkpoint": 1298,
     "engines": 7030,
     "live": 2078,
-    "gateway": 285,
+    "gateway": 361,
     "report": 900,
-    "cli": 2926,
+    "cli": 2861,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from semmoe.cli import app
 from semmoe.cli.app import _extra, install_hint
 from semmoe.cli.demo import MODEL
-from semmoe.cli.picker import addresses_of
 from semmoe.engines.transformers.tokenizer import load_tokenizer
+from semmoe.gateway.addresses import addresses_of
 from semmoe.gateway.prompts import PATHS, Tokenizer, read_prompt
 
 CHAT = (

@@ -5,18 +5,28 @@ body. The request counts as load until the stream ends, so the gateway must keep
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import numpy as np
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorServicer
+from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
+    ExternalProcessorServicer,
+    add_ExternalProcessorServicer_to_server,
+)
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
 
+from semmoe.gateway.addresses import address_of
 from semmoe.gateway.prompts import PATHS, Tokenizer, read_prompt
 from semmoe.gateway.scorer import Choice, Ranks
 
+FINISH_SECONDS = 30  # for open streams after a signal to end
+SERVICES = ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 MAX_BODY = 8 << 20  # bytes of a request whose prompt is read
 MAX_HELD = 256 << 20  # bytes of all requests that wait for a rank
 MESSAGE_BYTES = 1 << 10  # memory of a message without its part of a body
@@ -139,3 +149,22 @@ def _passed_on(kind: str, value: Any) -> Any:
         return ext_proc.ProcessingResponse(**{kind: {"response": {"body_mutation": mutation}}})
     empty = ext_proc.HeadersResponse() if kind.endswith("_headers") else ext_proc.TrailersResponse()
     return ext_proc.ProcessingResponse(**{kind: empty})
+
+
+async def serve(picker: Picker, host: str, port: int, started: Callable[[str], None]) -> None:
+    """Listen and answer until a signal comes; call `started` with the address. Raises ValueError if it cannot."""
+    server, alive = grpc.aio.server(options=[("grpc.so_reuseport", 0)]), health.HealthServicer()
+    add_ExternalProcessorServicer_to_server(picker, server)
+    health_pb2_grpc.add_HealthServicer_to_server(alive, server)
+    for service in SERVICES:
+        await alive.set(service, health_pb2.HealthCheckResponse.SERVING)
+    try:
+        port = server.add_insecure_port(address_of(host, port))
+    except RuntimeError:
+        raise ValueError(f"cannot listen on {address_of(host, port)}: give another --host or --port") from None
+    await server.start()
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, lambda: asyncio.ensure_future(server.stop(FINISH_SECONDS))
+    )
+    started(address_of(host, port))
+    await server.wait_for_termination()
