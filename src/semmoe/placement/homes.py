@@ -18,33 +18,11 @@ inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, whi
 bare = compiled(nogil=True, _nrt=False)
 # Of RowCosts, one of each kind of tokens: (F, G, G), (F, G, N), (F, G, G).
 Costs = namedtuple("Costs", "rank node pair")
-# The state of a search, which changes slots, slot_of, near, copies, primary, price, value and home.
+# What `make_state` makes. A search changes slots, slot_of, near, copies, primary, price, value and home.
 State = namedtuple(
     "State",
-    [
-        "sets",  # (U, K) experts
-        "weight",  # (U,)
-        "total_weight",
-        "group",  # (U,) attention groups: of group d, ranks d * S to d * S + S - 1 may be the set's home
-        "kind",  # (U,) which of the costs the set is charged
-        "group_size",  # S
-        "offsets",  # (E + 1,)
-        "rows",  # (U * K,): the sets that hold expert e are rows[offsets[e] : offsets[e + 1]]
-        "slots",  # (G, P / G) experts
-        "slot_of",  # (E, G) the slot of each expert's copy on each rank, -1 if there is none
-        "near",  # (E, N) the lowest rank of each node with a copy of the expert, -1 if there is none
-        "copies",  # (E,) how many there are
-        "primary",  # (E,) ranks
-        "node_of",  # (G,)
-        "costs",
-        "uniform",  # whether the costs are the same for all ranks: then
-        "weights",  # (activation, per rank, per node) are what a pair, a rank and a node cost
-        "bound",  # (E,) the node that must keep a copy of the expert, -1 for any
-        "price",  # (G,) of each rank as a home
-        "value",  # (U,) of each set at its home: what it costs, less than zero
-        "home",  # (U,)
-        "expert_load",  # (E,)
-    ],
+    "sets weight total_weight group kind group_size offsets rows slots slot_of near copies primary node_of costs "
+    "uniform weights price value home expert_load",
 )
 Scratch = namedtuple("Scratch", "stamp touched")
 
@@ -58,12 +36,8 @@ class Sets(NamedTuple):
     kind: np.ndarray  # (U,) which of the costs the set is charged
 
 
-def make_state(sets: Sets, slots, primary, topology, costs, bound=None):
-    """Make the state of a search.
-
-    slots (G, P / G), primary (E,), costs: RowCosts of each kind, bound (E,): the node that must keep a copy of each
-    expert.
-    """
+def make_state(sets: Sets, slots, primary, topology, costs):
+    """Make the state of a search; slots (G, P / G), primary (E,), costs: RowCosts of each kind."""
     experts, weight, group, kind = sets
     U, G, E = len(experts), len(slots), len(primary)
     node_of = topology.node_of
@@ -72,30 +46,29 @@ def make_state(sets: Sets, slots, primary, topology, costs, bound=None):
     expert_load = np.zeros(E)
     np.add.at(expert_load, experts.ravel(), np.repeat(weight, experts.shape[1]))
     state = State(
-        sets=experts,
-        weight=weight,
+        sets=experts,  # (U, K)
+        weight=weight,  # (U,)
         total_weight=weight.sum(),
-        group=group.astype(np.int64),
-        kind=kind.astype(np.int64),
-        group_size=topology.attn_tp_size,
-        offsets=offsets,
-        rows=rows,
-        slots=slots,
-        slot_of=np.zeros((E, G), np.int64),
-        near=np.zeros((E, topology.num_nodes), np.int64),
-        copies=np.zeros(E, np.int64),
-        primary=primary,
-        node_of=node_of,
+        group=group.astype(np.int64),  # (U,) of attention group d, ranks d * S to d * S + S - 1 may be the set's home
+        kind=kind.astype(np.int64),  # (U,) which of the costs the set is charged
+        group_size=topology.attn_tp_size,  # S
+        offsets=offsets,  # (E + 1,)
+        rows=rows,  # (U * K,): the sets that hold expert e are rows[offsets[e] : offsets[e + 1]]
+        slots=slots,  # (G, P / G) experts
+        slot_of=np.zeros((E, G), np.int64),  # the slot of each expert's copy on each rank, -1 if there is none
+        near=np.zeros((E, topology.num_nodes), np.int64),  # each node's lowest rank with a copy, -1 without
+        copies=np.zeros(E, np.int64),  # how many there are
+        primary=primary,  # (E,) ranks
+        node_of=node_of,  # (G,)
         costs=Costs._make(
             np.stack([np.ascontiguousarray(getattr(one, name), np.float64) for one in costs]) for name in Costs._fields
         ),
-        uniform=weights is not None,
-        weights=weights or (np.nan,) * 3,
-        bound=np.full(E, -1) if bound is None else bound,
-        price=np.zeros(G),
-        value=np.zeros(U),
-        home=np.zeros(U, np.int64),
-        expert_load=expert_load,
+        uniform=weights is not None,  # whether the costs are the same for all ranks: then
+        weights=weights or (np.nan,) * 3,  # (activation, per rank, per node) are what a pair, a rank and a node cost
+        price=np.zeros(G),  # of each rank as a home
+        value=np.zeros(U),  # of each set at its home: what it costs, less than zero
+        home=np.zeros(U, np.int64),  # of each set
+        expert_load=expert_load,  # (E,)
     )
     index(state)
     return state, Scratch(np.full(U, -1, np.int64), np.zeros(U, np.int64))
@@ -111,18 +84,6 @@ def uniform_weights(costs: tuple[RowCosts, ...], node_of: np.ndarray) -> tuple[f
         activation, per_rank, per_node = (float(part.flat[0]) if part.size else 0.0 for part in parts)
         found.add((activation, per_rank, per_node))
     return found.pop() if len(found) == 1 else None
-
-
-@njit
-def tied(state, expert, rank):
-    """Whether the copy of an expert on a rank must stay on its node."""
-    node, size = state.node_of[rank], state.node_of.shape[0] // state.near.shape[1]
-    if state.bound[expert] != node:
-        return False
-    for other in range(node * size, (node + 1) * size):
-        if other != rank and state.slot_of[expert, other] >= 0:
-            return False
-    return True
 
 
 @njit

@@ -5,7 +5,7 @@ The search is that of `swaps`, with moves that are estimated from the tables and
 
 import numpy as np
 
-from semmoe.placement.homes import index, next_near, next_primary, njit, tied
+from semmoe.placement.homes import index, next_near, next_primary, njit
 from semmoe.placement.loads import highest, highest_after
 from semmoe.placement.replicas import contribute, make_tables
 from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
@@ -39,12 +39,11 @@ def best_move(state, tables, prices, turn):
 def _best_partner(state, tables, prices, turn, best, p):
     """Return (gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
     move_cost, mixes, loads, load_price = prices
-    slots, slot_of, pairs, node_of = state.slots, state.slot_of, state.expert_load, state.node_of
+    slots, slot_of, pairs = state.slots, state.slot_of, state.expert_load
     move, twice, served = tables.move, tables.twice, tables.served
     S = slots.shape[1]
     x, other = p // S, -1
     a = slots[x, p % S]
-    stays = tied(state, a, x)
     share = served[p] / max(pairs[a], 1e-9)  # of a's pairs, that its copy in slot p computes
     for q in range((x + 1) * S, slots.size):
         y = q // S
@@ -55,8 +54,6 @@ def _best_partner(state, tables, prices, turn, best, p):
         gain += move_cost[a, x] - move_cost[a, y] + move_cost[b, y] - move_cost[b, x]
         # no swap saves more load than all that x and y have above the others
         if gain + load_price * (turn.top - loads.least[x, y]) <= best:
-            continue
-        if node_of[x] != node_of[y] and (stays or tied(state, b, y)):
             continue
         if load_price > 0:
             back = served[q] / max(pairs[b], 1e-9)
@@ -80,7 +77,7 @@ def _best_successor(state, tables, prices, turn, best, p):
     share = tables.served[p] / max(pairs[a], 1e-9)
     z = _fallback_rank(state, a, x)  # a's pairs on x go there
     now, others, least = loads.now, loads.others[min(x, z), max(x, z)], loads.least[min(x, z), max(x, z)]
-    slack = -np.inf if tied(state, a, x) else load_price * (turn.top - least)
+    slack = load_price * (turn.top - least)
     for b in range(primary.shape[0]):
         if slot_of[b, x] >= 0:
             continue
