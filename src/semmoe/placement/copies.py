@@ -77,14 +77,15 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, costs, load_price,
 
     tokens[offsets[i] : offsets[i + 1]] are the tokens of pair i.
     """
-    G, E = choice.shape
-    share = np.zeros((G * E, load_of_pair.shape[1]))
-    load = np.zeros((G, load_of_pair.shape[1]))
+    (G, E), J = choice.shape, load_of_pair.shape[1]
+    share, load = np.zeros((G * E, J)), np.zeros((G, J))
     # the load of every pair, and of the ranks by today's choice
     for pair in range(G * E):
         for t in tokens[offsets[pair] : offsets[pair + 1]]:
-            share[pair] += load_of_pair[t]
-        load[choice[pair // E, pair % E]] += share[pair]
+            for j in range(J):  # a loop: a sum of arrays takes seconds to compile
+                share[pair, j] += load_of_pair[t, j]
+        for j in range(J):
+            load[choice[pair // E, pair % E], j] += share[pair, j]
     for _ in range(SWEEPS):
         moved = False
         for pair in range(G * E):
@@ -101,8 +102,9 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, costs, load_price,
                 if change < best:
                     best, chosen = change, other
             if chosen != now:
-                load[now] -= share[pair]
-                load[chosen] += share[pair]
+                for j in range(J):
+                    load[now, j] -= share[pair, j]
+                    load[chosen, j] += share[pair, j]
                 choice[h, e], moved = chosen, True
         if not moved:
             break

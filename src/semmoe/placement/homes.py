@@ -41,7 +41,8 @@ def make_state(sets: Sets, slots, primary, topology, costs):
     experts, weight, group, kind = sets
     U, G, E = len(experts), len(slots), len(primary)
     node_of = topology.node_of
-    offsets, rows = _rows_by_expert(experts, E)
+    order = np.argsort(experts, axis=None, kind="stable")
+    offsets = np.searchsorted(experts.ravel()[order], np.arange(E + 1))
     weights = uniform_weights(costs, node_of)
     expert_load = np.zeros(E)
     np.add.at(expert_load, experts.ravel(), np.repeat(weight, experts.shape[1]))
@@ -53,7 +54,7 @@ def make_state(sets: Sets, slots, primary, topology, costs):
         kind=kind.astype(np.int64),  # (U,) which of the costs the set is charged
         group_size=topology.attn_tp_size,  # S
         offsets=offsets,  # (E + 1,)
-        rows=rows,  # (U * K,): the sets that hold expert e are rows[offsets[e] : offsets[e + 1]]
+        rows=order // experts.shape[1],  # (U * K,): the sets that hold expert e are rows[offsets[e] : offsets[e + 1]]
         slots=slots,  # (G, P / G) experts
         slot_of=np.zeros((E, G), np.int64),  # the slot of each expert's copy on each rank, -1 if there is none
         near=np.zeros((E, topology.num_nodes), np.int64),  # each node's lowest rank with a copy, -1 without
@@ -86,31 +87,13 @@ def uniform_weights(costs: tuple[RowCosts, ...], node_of: np.ndarray) -> tuple[f
     return found.pop() if len(found) == 1 else None
 
 
-@njit
 def index(state):
     """Fill slot_of, near and copies from the slots."""
-    state.slot_of[:], state.near[:], state.copies[:] = -1, -1, 0
-    for p in range(state.slots.size - 1, -1, -1):
-        g = p // state.slots.shape[1]
-        e = state.slots[g, p % state.slots.shape[1]]
-        state.slot_of[e, g], state.near[e, state.node_of[g]] = p, g
-        state.copies[e] += 1
-
-
-@njit
-def _rows_by_expert(sets, num_experts):
-    """Inverted index: the sets that hold each expert, as offsets (E + 1,) and rows (U * K,)."""
-    offsets = np.zeros(num_experts + 1, np.int64)
-    for u in range(sets.shape[0]):
-        for k in range(sets.shape[1]):
-            offsets[sets[u, k] + 1] += 1
-    offsets = np.cumsum(offsets)
-    rows, filled = np.empty(offsets[-1], np.int64), offsets[:-1].copy()
-    for u in range(sets.shape[0]):
-        for k in range(sets.shape[1]):
-            rows[filled[sets[u, k]]] = u
-            filled[sets[u, k]] += 1
-    return offsets, rows
+    experts, ranks = state.slots.ravel(), np.repeat(np.arange(len(state.slots)), state.slots.shape[1])
+    state.slot_of[:], state.near[:] = -1, -1
+    state.slot_of[experts, ranks] = np.arange(len(experts))
+    state.near[experts[::-1], state.node_of[ranks[::-1]]] = ranks[::-1]  # the last, which is the lowest, stays
+    state.copies[:] = np.bincount(experts, minlength=len(state.copies))
 
 
 @inlined
@@ -159,7 +142,9 @@ def best_homes(state, value, home):
     seen, seen_nodes = np.zeros(state.price.shape[0], np.int64), np.zeros(state.near.shape[1], np.int64)
     for u in range(state.sets.shape[0]):
         charge(state, u, servers, cost, seen, seen_nodes)
-        best = np.argmin(cost)
+        best = 0
+        for s in range(1, S):  # a loop, since argmin takes half a second to compile
+            best = s if cost[s] < cost[best] else best
         value[u], home[u] = -cost[best], state.group[u] * S + best
 
 
