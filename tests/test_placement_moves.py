@@ -20,7 +20,7 @@ from test_placement_search import (
 
 from semmoe.placement import moves, swaps
 from semmoe.placement.homes import index, make_state
-from semmoe.placement.loads import MIXES, draw_mixes, highest, highest_after, make_prices
+from semmoe.placement.loads import MIXES, draw_mixes, highest, load_gain, make_prices
 from semmoe.placement.moves import PROMOTE, REPLACE, SWAP
 from semmoe.placement.problem import Tokens
 from semmoe.placement.replicas import contribute, make_tables
@@ -283,10 +283,11 @@ def test_no_expert_goes_where_it_costs_more_than_it_gains(redundant, seed):
 def test_the_highest_load_and_what_a_swap_makes_of_it_by_loops(seed, ranks):
     rng = np.random.default_rng(seed)
     mixes, rank_of = rng.random((12, 5)), rng.permutation(np.arange(12) % ranks)
-    loads = make_prices(np.zeros((1, ranks)), np.zeros((1, 5)), 0.0).loads
-    load = loads.now
+    prices = make_prices(np.zeros((1, ranks)), mixes, 2.0)
+    loads, load = prices.loads, prices.loads.now
     load[:] = [mixes[rank_of == g].sum(axis=0) for g in range(ranks)]
-    assert highest(loads) == pytest.approx(load.max(axis=0).mean())
+    top = highest(loads)
+    assert top == pytest.approx(load.max(axis=0).mean())
     a, b = 0, next(e for e in range(12) if rank_of[e] != rank_of[0])
     x, y = rank_of[a], rank_of[b]
     swapped = rank_of.copy()
@@ -294,7 +295,8 @@ def test_the_highest_load_and_what_a_swap_makes_of_it_by_loops(seed, ranks):
     after = np.stack([mixes[swapped == g].sum(axis=0) for g in range(ranks)]).max(axis=0).mean()
     others = loads.others[min(x, y), max(x, y)]
     assert loads.least[min(x, y), max(x, y)] == pytest.approx(max(others.mean(), 1.0))
-    assert highest_after(mixes[a], 1.0, mixes[b], 1.0, load[x], load[y], others) == pytest.approx(after)
+    assert load_gain(prices, top, x, y, (a, 1.0), (b, 1.0, 1.0)) == pytest.approx(2 * (top - after))
+    assert load_gain(prices._replace(load_price=0.0), top, x, y, (a, 1.0), (b, 1.0, 1.0)) == 0
 
 
 def test_mixes_are_loads_of_batches_of_other_requests():

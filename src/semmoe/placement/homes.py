@@ -120,12 +120,22 @@ def next_primary(state, expert, rank):
 
 
 @inlined
+def serving(node_of, home, has, first, near):
+    """The rank that computes an expert for tokens at `home`: home itself, else one on its node, else the primary.
+
+    has: whether home has a copy; first: the primary's rank, which comes before others of the node; near: the lowest
+    rank of the node with a copy, -1 if there is none.
+    """
+    if has:
+        return home
+    return first if node_of[first] == node_of[home] or near < 0 else near
+
+
+@inlined
 def server(state, expert, home):
     """The rank that computes `expert` for tokens at `home`: its own copy, else one on its node, else the primary."""
-    first, near = state.primary[expert], state.near[expert, state.node_of[home]]
-    if state.slot_of[expert, home] >= 0:
-        return home
-    return first if state.node_of[first] == state.node_of[home] or near < 0 else near
+    near, has = state.near[expert, state.node_of[home]], state.slot_of[expert, home] >= 0
+    return serving(state.node_of, home, has, state.primary[expert], near)
 
 
 @njit

@@ -20,7 +20,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, next_primary, njit
+from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, next_primary, njit, serving
 
 MAX_CANDIDATE_HOMES = 4  # of a set
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
@@ -252,17 +252,10 @@ def _shift(state, u, i, at):
 
 @inlined
 def _serves(node_of, h, has, first, near, y):
-    """The rank that computes an expert for home h if rank y gets a copy.
-
-    has: whether h has one, first: the primary, near: the lowest rank of the node with a copy, all but y's.
-    """
-    if has or y == h:
-        return h
-    if node_of[first] == node_of[h]:
-        return first
-    if node_of[y] == node_of[h]:
-        return y if near < 0 or y < near else near
-    return near if near >= 0 else first
+    """The rank that computes an expert for home h if rank y gets a copy; other arguments as `serving` takes them."""
+    if node_of[y] == node_of[h] and (near < 0 or y < near):
+        near = y
+    return serving(node_of, h, has or y == h, first, near)
 
 
 @inlined
@@ -272,8 +265,7 @@ def _without(state, u, e, x, first, at):
     for b in range(at.candidate_homes.shape[0]):
         h = low + at.candidate_homes[b]
         has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
-        y = h if has else first if node_of[first] == node_of[h] or near < 0 else near
-        best = min(best, at.to[b, y])
+        best = min(best, at.to[b, serving(node_of, h, has, first, near)])
     return best
 
 

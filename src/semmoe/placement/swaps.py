@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from semmoe.placement.homes import count_ranks, index, inlined, njit
-from semmoe.placement.loads import highest, highest_after
+from semmoe.placement.loads import highest, load_gain
 from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
 
 
@@ -134,7 +134,6 @@ def _value_away(state, d, node_counts, reached, reached_nodes, left, joined):
 @njit
 def best_swap(state, gains, prices, turn):
     """Return (gain per token, a, b) of the best swap of two experts that may move."""
-    loads, load_price = prices.loads, prices.load_price
     rank_of, move, both = state.primary, gains.move, gains.both
     best, first, other = -np.inf, -1, -1
     for a in range(rank_of.shape[0]):
@@ -145,14 +144,10 @@ def best_swap(state, gains, prices, turn):
                 continue
             gain = (move[a, y] + move[b, x] - both[a, b] - both[b, a]) / state.total_weight
             gain += prices.move_cost[a, x] - prices.move_cost[a, y] + prices.move_cost[b, y] - prices.move_cost[b, x]
-            low, high = min(x, y), max(x, y)
             # no swap saves more load than all that x and y have above the others
-            if gain + load_price * (turn.top - loads.least[low, high]) <= best:
+            if gain + prices.load_price * (turn.top - prices.loads.least[min(x, y), max(x, y)]) <= best:
                 continue
-            if load_price > 0:
-                rest = loads.others[low, high]
-                after = highest_after(prices.mixes[a], 1.0, prices.mixes[b], 1.0, loads.now[x], loads.now[y], rest)
-                gain += load_price * (turn.top - after)
+            gain += load_gain(prices, turn.top, x, y, (a, 1.0), (b, 1.0, 1.0))
             if gain > best and may_move(turn, gain, a, b):
                 best, first, other = gain, a, b
     return best, first, other
