@@ -292,7 +292,8 @@ def trace_history(tables, layer, trace) -> list[list[int]]:
 
 def expected_activations(predictor, trace, layer, leave_one_out) -> np.ndarray:
     """(T, E) from a predictor's weights, token by token; the trace is also what its token shares are counted on."""
-    f, fitted, E = trace.fingerprint, predictor.layers[layer], trace.fingerprint.num_experts
+    f, E = trace.fingerprint, trace.fingerprint.num_experts
+    intercept, of_previous, of_path, of_token, of_running = predictor.layers[layer].parts
     counts = affinity_counts(trace)[0][layer]
     mean = counts.sum(axis=0) * f.top_k / counts.sum()
     out = np.zeros((trace.num_tokens, E))
@@ -305,16 +306,16 @@ def expected_activations(predictor, trace, layer, leave_one_out) -> np.ndarray:
                 own[chosen] -= 1
             occurrences = own.sum() / f.top_k
             shares = (own + TOKEN_PRIOR * mean) / (occurrences + TOKEN_PRIOR) - mean
-            out[t] = fitted.intercept + shares @ fitted.token
+            out[t] = intercept[0] + shares @ of_token
             known = trace.phase[t] == DECODE
-            out[t] += running @ fitted.running if known else 0
+            out[t] += running @ of_running if known else 0
             before = trace.expert_ids[t - 1, layer] if known and seen else [E]
-            out[t] += fitted.previous[before].sum(axis=0)
+            out[t] += of_previous[before].sum(axis=0)
             first = 0
             planes = [trace.expert_ids[t, layer - b] for b in range(1, min(predictor.looks.lookback, layer) + 1)]
             for j, plane in enumerate(planes):
                 for place, e in enumerate(plane):
-                    out[t] += fitted.path[first + (place * E if j < predictor.looks.ordered else 0) + e]
+                    out[t] += of_path[first + (place * E if j < predictor.looks.ordered else 0) + e]
                 first += E * (f.top_k if j < predictor.looks.ordered else 1)
             one_hot = np.bincount(chosen, minlength=E)
             running = running + (one_hot - mean - running) / (min(seen, RUNNING_LIMIT) + RUNNING_PRIOR)

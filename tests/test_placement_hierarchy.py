@@ -1,4 +1,4 @@
-"""Placement over several nodes: nodes first, then ranks, whole gate groups, costs by phase."""
+"""Placement over several nodes: nodes first, then ranks, gate groups, costs by phase."""
 
 from dataclasses import replace
 from itertools import product
@@ -92,37 +92,8 @@ def test_groups_that_are_used_together_go_to_one_node_by_hand():
     together[2:4, 6:] = together[6:, 2:4] = 4  # 1 and 3
     at_node = np.zeros((8, 2))
     at_node[:2, 1] = 3
-    found = hierarchy.pack_groups(together, at_node, 4, False, np.random.default_rng(0))
+    found = hierarchy.pack_groups(together, at_node, 4, np.random.default_rng(0))
     assert found.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
-
-
-def test_which_node_has_whole_groups():
-    slots = np.array([[4, 5], [6, 7], [0, 1], [2, 3]])
-    assert hierarchy.group_nodes(slots, 8, 4, 2).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-    with pytest.raises(ValueError, match="divides a gate group"):
-        hierarchy.group_nodes(slots[[0, 2, 1, 3]], 8, 2, 2)
-    with pytest.raises(ValueError, match="3 gate groups do not divide over 2 nodes"):
-        hierarchy.group_nodes(np.arange(12).reshape(4, 3), 12, 3, 2)
-
-
-@pytest.mark.parametrize("redundant", [0, 4])
-@pytest.mark.parametrize("topology", [TWO, Topology(ep_size=4, num_nodes=2), Topology(ep_size=4, num_nodes=4)])
-def test_every_node_keeps_whole_groups(redundant, topology):
-    trace = random_trace(3, requests=30, num_groups=4, experts=8)
-    plan = solve(trace, topology, quick(groups="whole", redundant_experts=redundant))
-    for layer in plan.placement.physical_to_logical_map:
-        hierarchy.group_nodes(layer.reshape(4, -1), 8, 4, topology.num_nodes)  # raises where one is divided
-    again = solve(trace, topology, quick(groups="whole", redundant_experts=redundant), previous=plan)
-    for layer in again.placement.physical_to_logical_map:
-        hierarchy.group_nodes(layer.reshape(4, -1), 8, 4, topology.num_nodes)
-
-
-def test_groups_that_cannot_be_whole_are_refused():
-    trace = random_trace(3, num_groups=4)
-    with pytest.raises(ValueError, match="4 gate groups do not divide over 8 nodes"):
-        solve(trace, Topology(ep_size=8, num_nodes=8), quick(groups="whole"))
-    with pytest.raises(ValueError, match="more slots than 8 experts"):
-        solve(trace, Topology(ep_size=4, num_nodes=2), quick(groups="whole", redundant_experts=12))
 
 
 @pytest.mark.parametrize("topology", [TWO, Topology(ep_size=4, dp_size=2, num_nodes=2)])

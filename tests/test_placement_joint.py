@@ -96,16 +96,6 @@ def test_groups_that_do_not_divide_experts_have_at_most_one_more():
     assert all(np.bincount(layer, minlength=4).max() <= 2 for layer in experts)
 
 
-def test_what_cannot_be_is_refused():
-    rates, lengths = random_rates(0, 4, 1, 6)
-    with pytest.raises(ValueError, match="num_groups must be at least 1, not 0"):
-        cocluster_requests(rates, lengths, 0)
-    with pytest.raises(ValueError, match="4 requests have lengths of shape"):
-        cocluster_requests(rates, lengths[:2], 2)
-    with pytest.raises(ValueError, match="starts must be at least 1, not 0"):
-        cocluster_requests(rates, lengths, 2, starts=0)
-
-
 @given(st.integers(0, 9999), st.integers(1, 80), st.integers(1, 4))
 def test_moves_and_swaps_never_lose_value_nor_leave_the_capacity(seed, requests, groups):
     rng = np.random.default_rng(seed)

@@ -196,7 +196,7 @@ def test_a_token_that_occurs_once_carries_nothing_into_its_own_prediction(seed):
     predictor = fit(trace, ANY_ROUTING, seed)
     other_ids = np.random.default_rng(seed + 1).permutation(trace.num_tokens).astype(np.int32)
     for layer in range(4):
-        np.testing.assert_allclose(predictor.layers[layer].token, 0, atol=1e-6)
+        np.testing.assert_allclose(predictor.layers[layer].parts[3], 0, atol=1e-6)
         np.testing.assert_allclose(
             predicted(predictor, trace, layer),
             predicted(predictor, replace(trace, token_ids=other_ids), layer),
@@ -230,10 +230,14 @@ def test_a_model_of_one_layer_has_nothing_to_look_back_at(lookback):
 
 @pytest.mark.parametrize("lookback", [1, 4, 8])
 def test_a_given_lookback_is_kept_up_to_the_layers_that_there_are(lookback):
-    predictor = fit(random_trace(0, layers=6), PredictorSettings(lookback=lookback), 0)
+    trace = random_trace(0, layers=6)
+    predictor = fit(trace, PredictorSettings(lookback=lookback), 0)
     assert predictor.looks.lookback == min(lookback, 5)
     rows = predictor.looks.rows(2, 8)
-    assert {layer.path.shape for layer in predictor.layers} == {(rows, 8)}
+    assert predictor.layers[-1].parts[2].shape == (rows, 8)
+    tables = project(predictor, trace, spread_out(0, 6, 8, 4))
+    assert tables.path_scores.shape == (6, rows, 4)
+    assert not tables.path_scores[0].any()  # nothing comes before the first layer
 
 
 @pytest.mark.parametrize("routed", [[12], [0, 12], [12, 0]])

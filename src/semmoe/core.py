@@ -165,16 +165,15 @@ class Placement:
     @property
     def logical_to_physical_map(self) -> np.ndarray:
         """(L, E, X) int32: the physical ids of each expert's copies, padded with -1."""
-        layers, physical = self.physical_to_logical_map.shape
-        most = int(self.logical_replica_count.max())
+        (layers, physical), copies = self.physical_to_logical_map.shape, self.logical_replica_count
+        most = int(copies.max())
         check_table("layers x experts x most copies of one", layers, self.num_experts, most)
+        order = np.argsort(self.physical_to_logical_map, axis=1, kind="stable")  # by expert
+        experts = np.take_along_axis(self.physical_to_logical_map, order, axis=1)
+        first = np.cumsum(copies, axis=1) - copies  # where each expert's copies begin
+        place = np.arange(physical) - np.take_along_axis(first, experts, axis=1)
         out = np.full((layers, self.num_experts, most), -1, np.int32)
-        filled = np.zeros((layers, self.num_experts), np.int64)
-        rows = np.arange(layers)
-        for p in range(physical):
-            experts = self.physical_to_logical_map[:, p]
-            out[rows, experts, filled[rows, experts]] = p
-            filled[rows, experts] += 1
+        out[np.arange(layers)[:, None], experts, place] = order
         return out
 
     @property

@@ -52,8 +52,6 @@ class CoclusterSettings(Checked):
         help="semmoe: limit on expert load, max/mean in a batch, at least 1; 0: no limit.",
     )
     copy_choice: str = choice("cover", ("static", "cover"))  # of a pair: one copy per rank, or few ranks per token
-    # whole: all experts of a gate group stay on one node, where a model has gate groups
-    groups: str = choice("free", ("free", "whole"))
     # tokens of a batch over all ranks, to which the limit applies
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
     # seconds of a solve after which no further search of a layer begins; the plan then depends on the machine's speed

@@ -74,21 +74,10 @@ def check_problem(problem: Problem) -> None:
     check_applies(settings.method, topology, settings.redundant_experts)
     if trace.num_tokens <= 0:
         raise ValueError("the trace holds no routed token: profile something first")
-    if settings.method == "semmoe":
-        check_groups(trace.fingerprint, topology, settings)
-        if not weighed_tokens(trace, settings.phase).any():
-            raise ValueError(f"phase is {settings.phase}, of which the trace has no token")
+    if settings.method == "semmoe" and not weighed_tokens(trace, settings.phase).any():
+        raise ValueError(f"phase is {settings.phase}, of which the trace has no token")
     if problem.previous is not None:
         check_previous(problem.previous, trace.fingerprint, topology, settings)
-
-
-def check_groups(model: Fingerprint, topology: Topology, settings: SolveSettings) -> None:
-    """Raise ValueError if nodes should keep whole gate groups and cannot, or would have room for all experts."""
-    groups, experts, nodes = model.num_groups, model.num_experts, topology.num_nodes
-    if settings.cocluster.groups == "whole" and groups % nodes:
-        raise ValueError(f"groups cannot be whole: {groups} gate groups do not divide over {nodes} nodes")
-    if settings.cocluster.groups == "whole" and nodes > 1 and experts + settings.redundant_experts > nodes * experts:
-        raise ValueError(f"groups whole does not apply: each of {nodes} nodes has more slots than {experts} experts")
 
 
 def check_previous(previous: Plan, model: Fingerprint, topology: Topology, settings: SolveSettings) -> None:

@@ -236,7 +236,7 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
         refuse_given(ctx, ["load_limit", "phase", "cocluster."], f"{names} has an objective of its own")
         refuse_given(ctx, EFFORT, f"{names} does not search as semmoe does")
     if topology.num_nodes == 1:
-        refuse_given(ctx, ["cocluster.remote_node", "cocluster.groups"], "all ranks are on one node")
+        refuse_given(ctx, ["cocluster.remote_node"], "all ranks are on one node")
     refuse_unscheduled(ctx, topology.dp_size > 1 and any(m == "semmoe" or find_method(m).needs_groups for m in methods))
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.core import DECODE, Evidence, Plan, RoutingTrace
+from semmoe.core import DECODE, Plan, RoutingTrace
 from semmoe.costs.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, sum_traffic
 from semmoe.costs.rows import KINDS, hops
 from semmoe.evaluation.online import schedule_live, schedule_requests
 from semmoe.evaluation.results import Figures, Layer
 from semmoe.settings import ReplaySettings
 from semmoe.tokens.copychoice import copy_choice
+from semmoe.tokens.slices import home_ranks
 from semmoe.topology import Topology
 
 
@@ -197,7 +198,7 @@ def token_homes(trace: RoutingTrace, plan: Plan, settings: ReplaySettings, group
     """
     batches = cut_batches(trace.num_tokens, settings)
     for evidence in plan.tokens.evidence(trace, plan, group, decoding=settings.batches == "mixed"):
-        yield evidence, [_homes(evidence, group, rows, plan.topology) for rows in batches]
+        yield evidence, [home_ranks(evidence, group, rows, plan.topology) for rows in batches]
 
 
 def cut_batches(num_tokens: int, settings: ReplaySettings) -> list[np.ndarray]:
@@ -209,19 +210,6 @@ def cut_batches(num_tokens: int, settings: ReplaySettings) -> list[np.ndarray]:
     if full == 0:
         return [order]
     return list(order[: full * settings.batch_tokens].reshape(full, -1))
-
-
-def _homes(evidence: Evidence, group: np.ndarray, rows: np.ndarray, topology: Topology) -> np.ndarray:
-    """(B,) the rank of each token of a batch: its attention group, and its slice inside the group."""
-    S = topology.attn_tp_size
-    groups = group[rows]
-    if S == 1:
-        return groups
-    home = np.empty(len(rows), np.int64)
-    for d in range(topology.dp_size):
-        inside = np.flatnonzero(groups == d)
-        home[inside] = d * S + evidence.slices(rows[inside], S)
-    return home
 
 
 def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:

@@ -26,7 +26,7 @@ from semmoe.settings import CoclusterSettings
 from semmoe.tokens.copychoice import CopyChoice, preferred_copies
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict
-from semmoe.tokens.slices import assign
+from semmoe.tokens.slices import ScoreEvidence, home_ranks
 from semmoe.topology import Topology, physical_experts
 from semmoe.traces.split import draw_requests
 
@@ -225,39 +225,33 @@ def _measure(layout: Layout, sample: Sample, topology: Topology, settings: Coclu
     home = _homes(layout, sample, topology, settings.batch_tokens)
     node_of, number = topology.node_of, layout.primary.shape[-1]
     copies = nearest_copies(layout.slots, number, node_of)
-    preferred = primary_copy_choice(copies, layout.primary)
-    rule = CopyChoice(preferred)
-    if layout.slots.size > number:
+    preferred, redundant = primary_copy_choice(copies, layout.primary), layout.slots.size > number
+    if redundant and layout.primary.ndim == 1:
         load_price = LOAD_PRICE if settings.load_limit else 0.0
-        if layout.primary.ndim == 1:
-            preferred = level(tokens, home, preferred, copies, node_of, mean_costs(costs, phase), load_price)
-        rule = CopyChoice(preferred)
-        if settings.copy_choice == "cover":
-            rule = CopyChoice(preferred, hosting_ranks(layout.slots, number), node_of)
+        preferred = level(tokens, home, preferred, copies, node_of, mean_costs(costs, phase), load_price)
+    rule = CopyChoice(preferred.astype(np.int16))
+    if redundant and settings.copy_choice == "cover":
+        rule = CopyChoice(rule.preferred, hosting_ranks(layout.slots, number), node_of)
     targets = rule.ranks(tokens.expert_ids, home)
     cost = 0.0
     for code, one in zip((PREFILL, DECODE), costs, strict=True):
         rows = sample.charged & (phase == code)
         cost += total_cost(one, targets[rows], home[rows], node_of)
     load = expected_load(tokens, home, targets, number, topology.ep_size, settings.batch_tokens)
-    return Measured(layout.slots, preferred.astype(np.int16), cost / sample.charged.sum() + layout.move_cost, load)
+    return Measured(layout.slots, rule.preferred, cost / sample.charged.sum() + layout.move_cost, load)
 
 
 def _homes(layout: Layout, sample: Sample, topology: Topology, batch_tokens: int) -> np.ndarray:
     """(T,) home ranks of the tokens: equal slices of each batch, by the expected activations."""
     group, S = sample.tokens.group, topology.attn_tp_size
-    home = group * S
     if sample.expected is None:
-        return home
+        return group * S
     hosted = np.zeros((topology.ep_size, sample.expected.shape[1]), np.float32)
     hosted[np.arange(topology.ep_size)[:, None], layout.slots] = 1
     scores = (sample.expected.astype(np.float32) @ hosted.T).astype(np.int32)  # whole numbers below 2**24: exact
-    for first in range(0, len(group), batch_tokens):
-        batch = np.arange(first, min(first + batch_tokens, len(group)))
-        for d in range(topology.dp_size):
-            own = batch[group[batch] == d]
-            home[own] += assign(scores[own, d * S : (d + 1) * S])
-    return home
+    evidence = ScoreEvidence(np.take_along_axis(scores, group[:, None] * S + np.arange(S), axis=1))
+    batches = np.split(np.arange(len(group)), np.arange(batch_tokens, len(group), batch_tokens))
+    return np.concatenate([home_ranks(evidence, group, batch, topology) for batch in batches])
 
 
 def choose(candidates: list[list[Measured]], limit: float | None, max_price: float) -> tuple[float, list[Measured]]:

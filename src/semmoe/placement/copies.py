@@ -13,6 +13,7 @@ experts this lowers the expert load (max/mean) of held-out batches by .04 and ad
 
 import numpy as np
 
+from semmoe.core import Placement
 from semmoe.numeric.jit import njit
 from semmoe.placement.problem import Tokens
 
@@ -36,12 +37,8 @@ def nearest_copies(slots: np.ndarray, num_experts: int, node_of: np.ndarray) -> 
 
 def hosting_ranks(slots: np.ndarray, num_experts: int) -> np.ndarray:
     """(E, X) int16: the ranks with copies of each expert, ascending, padded with -1; slots (G, P / G) experts."""
-    ranks = np.repeat(np.arange(len(slots)), slots.shape[1])
-    order = np.argsort(slots.ravel(), kind="stable")
-    experts, counts = slots.ravel()[order], np.bincount(slots.ravel(), minlength=num_experts)
-    out = np.full((num_experts, counts.max()), -1, np.int16)
-    out[experts, np.arange(len(order)) - (np.cumsum(counts) - counts)[experts]] = ranks[order]
-    return out
+    placement = Placement(physical_to_logical_map=slots.reshape(1, -1), num_experts=num_experts, ep_size=len(slots))
+    return placement.ranks_with_copies[0].astype(np.int16)
 
 
 def primary_copy_choice(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
@@ -77,14 +74,15 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, costs, load_price,
 
     tokens[offsets[i] : offsets[i + 1]] are the tokens of pair i.
     """
-    G, E = choice.shape
-    share = np.zeros((G * E, load_of_pair.shape[1]))
-    load = np.zeros((G, load_of_pair.shape[1]))
+    (G, E), J = choice.shape, load_of_pair.shape[1]
+    share, load = np.zeros((G * E, J)), np.zeros((G, J))
     # the load of every pair, and of the ranks by today's choice
     for pair in range(G * E):
         for t in tokens[offsets[pair] : offsets[pair + 1]]:
-            share[pair] += load_of_pair[t]
-        load[choice[pair // E, pair % E]] += share[pair]
+            for j in range(J):  # a loop: a sum of arrays takes seconds to compile
+                share[pair, j] += load_of_pair[t, j]
+        for j in range(J):
+            load[choice[pair // E, pair % E], j] += share[pair, j]
     for _ in range(SWEEPS):
         moved = False
         for pair in range(G * E):
@@ -101,8 +99,9 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, costs, load_price,
                 if change < best:
                     best, chosen = change, other
             if chosen != now:
-                load[now] -= share[pair]
-                load[chosen] += share[pair]
+                for j in range(J):
+                    load[now, j] -= share[pair, j]
+                    load[chosen, j] += share[pair, j]
                 choice[h, e], moved = chosen, True
         if not moved:
             break

@@ -6,7 +6,6 @@ ranks. Copies are decided here too: a copy on another node than an expert's own 
 """
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from semmoe.costs.rows import RowCosts, plain_costs
 from semmoe.numeric.assignment import balanced_packing, replicate_experts
@@ -15,7 +14,6 @@ from semmoe.topology import Topology
 
 EASY_SWAPS = 200  # random swaps per expert of a start from affinities alone
 EVEN = 4.0  # weight of load where copies go to nodes by affinity
-UNEVEN = 0.5  # spread of the factors on affinities from which further packings of groups begin
 
 
 def node_topology(topology: Topology) -> Topology | None:
@@ -36,17 +34,13 @@ def node_costs(costs: tuple[RowCosts, ...], topology: Topology, nodes: Topology)
     return plain_costs(nodes, max(float(pair), 0.0), max(float(row), 0.0), 0.0)
 
 
-def pack_groups(together: np.ndarray, at_node: np.ndarray, num_groups: int, uneven: bool, rng) -> np.ndarray:
+def pack_groups(together: np.ndarray, at_node: np.ndarray, num_groups: int, rng) -> np.ndarray:
     """(E,) a node for each expert, the same for all of a gate group, by what is used together and where.
 
-    together (E, E): affinity of experts; at_node (E, N): pairs of each expert by the node of their token. uneven:
-    whether affinities are drawn a little differently, for another packing.
+    together (E, E): affinity of experts; at_node (E, N): pairs of each expert by the node of their token.
     """
     E = len(together)
     by_group = together.reshape(num_groups, E // num_groups, num_groups, -1).sum(axis=(1, 3))
-    if uneven:
-        by_group = by_group * rng.uniform(1 - UNEVEN, 1 + UNEVEN, by_group.shape)
-        by_group = by_group + by_group.T
     at_node = at_node.reshape(num_groups, -1, at_node.shape[1]).sum(axis=1)
     return np.repeat(spread(by_group, at_node, rng), E // num_groups)
 
@@ -147,20 +141,3 @@ def spread(together: np.ndarray, data: np.ndarray, rng, even: float = 0.5) -> np
     alone = together - np.diag(np.diag(together))
     loads = alone + np.diag(alone.sum(axis=1))
     return place_layer(loads.astype(np.float64), data.astype(np.float64), swaps, 1.0, 1.0, even)
-
-
-def group_nodes(slots: np.ndarray, num_experts: int, num_groups: int, num_nodes: int) -> np.ndarray:
-    """(E,) the node that has all experts of each expert's gate group, as many groups on each; slots (G, P / G).
-
-    Raises ValueError if groups do not divide over nodes or a group is not whole on any.
-    """
-    if num_groups % num_nodes:
-        raise ValueError(f"whole groups: {num_groups} gate groups do not divide over {num_nodes} nodes")
-    held = np.zeros((num_nodes, num_experts))
-    held[np.arange(num_nodes)[:, None], slots.reshape(num_nodes, -1)] = 1
-    whole = held.reshape(num_nodes, num_groups, -1).all(axis=2).T
-    group, place = linear_sum_assignment(np.repeat(whole, num_groups // num_nodes, axis=1), maximize=True)
-    node = place[np.argsort(group)] // (num_groups // num_nodes)
-    if not whole[np.arange(num_groups), node].all():
-        raise ValueError("whole groups: the plan to begin from divides a gate group over nodes")
-    return np.repeat(node, num_experts // num_groups)

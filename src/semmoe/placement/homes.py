@@ -18,33 +18,11 @@ inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, whi
 bare = compiled(nogil=True, _nrt=False)
 # Of RowCosts, one of each kind of tokens: (F, G, G), (F, G, N), (F, G, G).
 Costs = namedtuple("Costs", "rank node pair")
-# The state of a search, which changes slots, slot_of, near, copies, primary, price, value and home.
+# What `make_state` makes. A search changes slots, slot_of, near, copies, primary, price, value and home.
 State = namedtuple(
     "State",
-    [
-        "sets",  # (U, K) experts
-        "weight",  # (U,)
-        "total_weight",
-        "group",  # (U,) attention groups: of group d, ranks d * S to d * S + S - 1 may be the set's home
-        "kind",  # (U,) which of the costs the set is charged
-        "group_size",  # S
-        "offsets",  # (E + 1,)
-        "rows",  # (U * K,): the sets that hold expert e are rows[offsets[e] : offsets[e + 1]]
-        "slots",  # (G, P / G) experts
-        "slot_of",  # (E, G) the slot of each expert's copy on each rank, -1 if there is none
-        "near",  # (E, N) the lowest rank of each node with a copy of the expert, -1 if there is none
-        "copies",  # (E,) how many there are
-        "primary",  # (E,) ranks
-        "node_of",  # (G,)
-        "costs",
-        "uniform",  # whether the costs are the same for all ranks: then
-        "weights",  # (activation, per rank, per node) are what a pair, a rank and a node cost
-        "bound",  # (E,) the node that must keep a copy of the expert, -1 for any
-        "price",  # (G,) of each rank as a home
-        "value",  # (U,) of each set at its home: what it costs, less than zero
-        "home",  # (U,)
-        "expert_load",  # (E,)
-    ],
+    "sets weight total_weight group kind group_size offsets rows slots slot_of near copies primary node_of costs "
+    "uniform weights price value home expert_load",
 )
 Scratch = namedtuple("Scratch", "stamp touched")
 
@@ -58,44 +36,40 @@ class Sets(NamedTuple):
     kind: np.ndarray  # (U,) which of the costs the set is charged
 
 
-def make_state(sets: Sets, slots, primary, topology, costs, bound=None):
-    """Make the state of a search.
-
-    slots (G, P / G), primary (E,), costs: RowCosts of each kind, bound (E,): the node that must keep a copy of each
-    expert.
-    """
+def make_state(sets: Sets, slots, primary, topology, costs):
+    """Make the state of a search; slots (G, P / G), primary (E,), costs: RowCosts of each kind."""
     experts, weight, group, kind = sets
     U, G, E = len(experts), len(slots), len(primary)
     node_of = topology.node_of
-    offsets, rows = _rows_by_expert(experts, E)
+    order = np.argsort(experts, axis=None, kind="stable")
+    offsets = np.searchsorted(experts.ravel()[order], np.arange(E + 1))
     weights = uniform_weights(costs, node_of)
     expert_load = np.zeros(E)
     np.add.at(expert_load, experts.ravel(), np.repeat(weight, experts.shape[1]))
     state = State(
-        sets=experts,
-        weight=weight,
+        sets=experts,  # (U, K)
+        weight=weight,  # (U,)
         total_weight=weight.sum(),
-        group=group.astype(np.int64),
-        kind=kind.astype(np.int64),
-        group_size=topology.attn_tp_size,
-        offsets=offsets,
-        rows=rows,
-        slots=slots,
-        slot_of=np.zeros((E, G), np.int64),
-        near=np.zeros((E, topology.num_nodes), np.int64),
-        copies=np.zeros(E, np.int64),
-        primary=primary,
-        node_of=node_of,
+        group=group.astype(np.int64),  # (U,) of attention group d, ranks d * S to d * S + S - 1 may be the set's home
+        kind=kind.astype(np.int64),  # (U,) which of the costs the set is charged
+        group_size=topology.attn_tp_size,  # S
+        offsets=offsets,  # (E + 1,)
+        rows=order // experts.shape[1],  # (U * K,): the sets that hold expert e are rows[offsets[e] : offsets[e + 1]]
+        slots=slots,  # (G, P / G) experts
+        slot_of=np.zeros((E, G), np.int64),  # the slot of each expert's copy on each rank, -1 if there is none
+        near=np.zeros((E, topology.num_nodes), np.int64),  # each node's lowest rank with a copy, -1 without
+        copies=np.zeros(E, np.int64),  # how many there are
+        primary=primary,  # (E,) ranks
+        node_of=node_of,  # (G,)
         costs=Costs._make(
             np.stack([np.ascontiguousarray(getattr(one, name), np.float64) for one in costs]) for name in Costs._fields
         ),
-        uniform=weights is not None,
-        weights=weights or (np.nan,) * 3,
-        bound=np.full(E, -1) if bound is None else bound,
-        price=np.zeros(G),
-        value=np.zeros(U),
-        home=np.zeros(U, np.int64),
-        expert_load=expert_load,
+        uniform=weights is not None,  # whether the costs are the same for all ranks: then
+        weights=weights or (np.nan,) * 3,  # (activation, per rank, per node) are what a pair, a rank and a node cost
+        price=np.zeros(G),  # of each rank as a home
+        value=np.zeros(U),  # of each set at its home: what it costs, less than zero
+        home=np.zeros(U, np.int64),  # of each set
+        expert_load=expert_load,  # (E,)
     )
     index(state)
     return state, Scratch(np.full(U, -1, np.int64), np.zeros(U, np.int64))
@@ -113,43 +87,13 @@ def uniform_weights(costs: tuple[RowCosts, ...], node_of: np.ndarray) -> tuple[f
     return found.pop() if len(found) == 1 else None
 
 
-@njit
-def tied(state, expert, rank):
-    """Whether the copy of an expert on a rank must stay on its node."""
-    node, size = state.node_of[rank], state.node_of.shape[0] // state.near.shape[1]
-    if state.bound[expert] != node:
-        return False
-    for other in range(node * size, (node + 1) * size):
-        if other != rank and state.slot_of[expert, other] >= 0:
-            return False
-    return True
-
-
-@njit
 def index(state):
     """Fill slot_of, near and copies from the slots."""
-    state.slot_of[:], state.near[:], state.copies[:] = -1, -1, 0
-    for p in range(state.slots.size - 1, -1, -1):
-        g = p // state.slots.shape[1]
-        e = state.slots[g, p % state.slots.shape[1]]
-        state.slot_of[e, g], state.near[e, state.node_of[g]] = p, g
-        state.copies[e] += 1
-
-
-@njit
-def _rows_by_expert(sets, num_experts):
-    """Inverted index: the sets that hold each expert, as offsets (E + 1,) and rows (U * K,)."""
-    offsets = np.zeros(num_experts + 1, np.int64)
-    for u in range(sets.shape[0]):
-        for k in range(sets.shape[1]):
-            offsets[sets[u, k] + 1] += 1
-    offsets = np.cumsum(offsets)
-    rows, filled = np.empty(offsets[-1], np.int64), offsets[:-1].copy()
-    for u in range(sets.shape[0]):
-        for k in range(sets.shape[1]):
-            rows[filled[sets[u, k]]] = u
-            filled[sets[u, k]] += 1
-    return offsets, rows
+    experts, ranks = state.slots.ravel(), np.repeat(np.arange(len(state.slots)), state.slots.shape[1])
+    state.slot_of[:], state.near[:] = -1, -1
+    state.slot_of[experts, ranks] = np.arange(len(experts))
+    state.near[experts[::-1], state.node_of[ranks[::-1]]] = ranks[::-1]  # the last, which is the lowest, stays
+    state.copies[:] = np.bincount(experts, minlength=len(state.copies))
 
 
 @inlined
@@ -176,12 +120,22 @@ def next_primary(state, expert, rank):
 
 
 @inlined
+def serving(node_of, home, has, first, near):
+    """The rank that computes an expert for tokens at `home`: home itself, else one on its node, else the primary.
+
+    has: whether home has a copy; first: the primary's rank, which comes before others of the node; near: the lowest
+    rank of the node with a copy, -1 if there is none.
+    """
+    if has:
+        return home
+    return first if node_of[first] == node_of[home] or near < 0 else near
+
+
+@inlined
 def server(state, expert, home):
     """The rank that computes `expert` for tokens at `home`: its own copy, else one on its node, else the primary."""
-    first, near = state.primary[expert], state.near[expert, state.node_of[home]]
-    if state.slot_of[expert, home] >= 0:
-        return home
-    return first if state.node_of[first] == state.node_of[home] or near < 0 else near
+    near, has = state.near[expert, state.node_of[home]], state.slot_of[expert, home] >= 0
+    return serving(state.node_of, home, has, state.primary[expert], near)
 
 
 @njit
@@ -198,7 +152,9 @@ def best_homes(state, value, home):
     seen, seen_nodes = np.zeros(state.price.shape[0], np.int64), np.zeros(state.near.shape[1], np.int64)
     for u in range(state.sets.shape[0]):
         charge(state, u, servers, cost, seen, seen_nodes)
-        best = np.argmin(cost)
+        best = 0
+        for s in range(1, S):  # a loop, since argmin takes half a second to compile
+            best = s if cost[s] < cost[best] else best
         value[u], home[u] = -cost[best], state.group[u] * S + best
 
 

@@ -37,17 +37,7 @@ def cocluster_requests(
     since online only the predicted part can be followed.
     lengths: (R,) tokens of each request. token_limit: most tokens of a group relative to the mean, as far as whole
     requests allow. Every second start begins near the best result so far; the result with most local pairs is kept.
-    Raises ValueError for arrays of other shapes.
     """
-    if rates.ndim != 3:
-        raise ValueError(f"rates must be (requests, layers, experts), not {rates.shape}")
-    R, L, E = rates.shape
-    if num_groups < 1:
-        raise ValueError(f"num_groups must be at least 1, not {num_groups}")
-    if lengths.shape != (R,) or R < 1:
-        raise ValueError(f"{R} requests have lengths of shape {lengths.shape}")
-    if starts < 1:
-        raise ValueError(f"starts must be at least 1, not {starts}")
     rng = np.random.default_rng(seed)
     problem = _Problem(rates, lengths, num_groups, token_limit)
     best = problem.alternate(problem.start(rng))
@@ -55,7 +45,7 @@ def cocluster_requests(
         found = problem.alternate(problem.kick(best[2], rng) if i % 2 else problem.start(rng))
         if found[0] > best[0]:
             best = found
-    return best[1].reshape(L, E), best[2]
+    return best[1].reshape(rates.shape[1:]), best[2]
 
 
 def recluster_requests(

@@ -46,11 +46,6 @@ class LayerProblem:
     seed: int = 0
     previous: np.ndarray | None = None  # (G, P / G) the experts of the layout to begin from, which are costly to move
 
-    @property
-    def whole_groups(self) -> bool:
-        """Whether each node must keep whole gate groups."""
-        return self.settings.groups == "whole" and self.topology.num_nodes > 1
-
     def with_one_kind(self) -> "LayerProblem":
         """Return the same problem; where both phases have the same costs, tokens have the same kind."""
         if any(one is not self.costs[0] for one in self.costs):
@@ -115,7 +110,7 @@ class LayerSearch:
         if nodes is None or problem.num_experts + problem.redundant > nodes.ep_size * problem.num_experts:
             return None  # a node has a place for every expert
         costs = hierarchy.node_costs(problem.costs, problem.topology, nodes)
-        if not costs.rank.any() and not costs.pair.any() and not problem.whole_groups:
+        if not costs.rank.any() and not costs.pair.any():
             return None
         group = problem.tokens.group * nodes.dp_size // problem.topology.dp_size
         tokens = replace(problem.tokens, group=group)
@@ -146,14 +141,14 @@ class LayerSearch:
         if problem.previous is not None:
             lowest = hosting_ranks(problem.previous, problem.num_experts)[:, 0]
             return [(problem.previous.astype(np.int64), lowest.astype(np.int64))]
-        labelled = [] if labels is None or problem.whole_groups else [labels]
-        if self.nodes is not None and (in_time() or problem.whole_groups):
+        labelled = [] if labels is None else [labels]
+        if self.nodes is not None and in_time():
             self.nodes.rough([load_price], None, in_time)
             best = sorted(self.nodes.found, key=lambda one: one.total(load_price))[: number - len(labelled)]
             at_rank = self._pairs_at_ranks()
             over = [hierarchy.divide_nodes(x.slots, x.primary, self.affinity, at_rank, self.rng) for x in best]
             return over + [_start(self.affinity, ranks, problem.redundant, one) for one in labelled]
-        labelled += self._packings(number)
+        labelled += self._packed_groups()
         labelled += _first_labels(self.affinity, ranks, number, self.rng)
         return [_start(self.affinity, ranks, problem.redundant, one) for one in labelled[:number]]
 
@@ -169,7 +164,7 @@ class LayerSearch:
             return []
         places = (E + problem.redundant) // nodes
         at_rank = self._pairs_at_ranks()
-        homes: list[np.ndarray | None] = [] if problem.whole_groups else [None]
+        homes: list[np.ndarray | None] = [None]
         if groups > 1 and groups % nodes == 0:
             homes.append(self._packing(at_rank, nodes))
         hot = [hierarchy.copy_hot(self.affinity, at_rank, nodes, places, self.rng, home) for home in homes]
@@ -180,18 +175,17 @@ class LayerSearch:
             ways += [hierarchy.copy_groups(block, self.affinity, at_rank, nodes, places, r) for r in (None, self.rng)]
         return [Layout(*way, np.inf, np.inf) for way in ways]
 
-    def _packing(self, at_rank: np.ndarray, parts: int, uneven: bool = False) -> np.ndarray:
+    def _packing(self, at_rank: np.ndarray, parts: int) -> np.ndarray:
         """Return which of `parts` equal parts of the ranks each expert (E,) is on, with gate groups whole."""
         at_part = at_rank.reshape(len(at_rank), parts, -1).sum(axis=2)
-        return hierarchy.pack_groups(self.affinity, at_part, self.problem.num_groups, uneven, self.rng)
+        return hierarchy.pack_groups(self.affinity, at_part, self.problem.num_groups, self.rng)
 
-    def _packings(self, number: int) -> list[np.ndarray]:
-        """Return rank labels (E,) with whole gate groups, where ranks are nodes: `number` if they must be, else one."""
+    def _packed_groups(self) -> list[np.ndarray]:
+        """Return rank labels (E,) with whole gate groups, if ranks are nodes over which groups divide; else nothing."""
         ranks, groups = self.problem.topology.ep_size, self.problem.num_groups
         if self.problem.topology.num_nodes < ranks or groups % ranks or groups == 1:
             return []
-        at_rank = self._pairs_at_ranks()
-        return [self._packing(at_rank, ranks, i > 0) for i in range(number if self.problem.whole_groups else 1)]
+        return [self._packing(self._pairs_at_ranks(), ranks)]
 
     def _pairs_at_ranks(self) -> np.ndarray:
         """Return the pairs (E, G) of each expert by the rank of their token, equal inside an attention group."""
@@ -212,10 +206,8 @@ class LayerSearch:
 
     def _run(self, sets: Sets, slots: np.ndarray, primary: np.ndarray, load_price: float, steps: int) -> Layout:
         """Search from a layout at a price of load, and return the best layout found."""
-        problem, settings, bound = self.problem, self.problem.settings, None
-        if problem.whole_groups:
-            bound = hierarchy.group_nodes(slots, problem.num_experts, problem.num_groups, problem.topology.num_nodes)
-        state, scratch = make_state(sets, slots.copy(), primary.copy(), problem.topology, problem.costs, bound)
+        problem, settings = self.problem, self.problem.settings
+        state, scratch = make_state(sets, slots.copy(), primary.copy(), problem.topology, problem.costs)
         effort = Effort(
             price_steps=settings.price_steps,
             rounds=settings.rounds,

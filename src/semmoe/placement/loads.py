@@ -123,18 +123,21 @@ def highest(loads):
 
 
 @njit
-def highest_after(mix, share, other_mix, back, from_x, from_y, others):
-    """Mean over mixes (J,) of the highest load after `share` of an expert went from x to y and `back` of another back.
+def load_gain(prices, top, x, y, sent, returned):
+    """Return what the highest load, `top` now, costs less after load went from rank x to rank y and other load back.
 
-    others (J,): highest load of all ranks but x and y.
+    sent: (expert, share of its load). returned: (expert, share that x gets, share that y loses).
     """
-    after = 0.0
-    for j in range(mix.shape[0]):
-        shift = share * mix[j] - back * other_mix[j]
-        left, right, top = from_x[j] - shift, from_y[j] + shift, others[j]
-        top = left if left > top else top
-        after += right if right > top else top
-    return after / mix.shape[0]
+    if prices.load_price == 0:
+        return 0.0
+    (a, share), (b, came, gone), after = sent, returned, 0.0
+    now, others, mixes = prices.loads.now, prices.loads.others[min(x, y), max(x, y)], prices.mixes
+    for j in range(mixes.shape[1]):
+        left = now[x, j] - (share * mixes[a, j] - came * mixes[b, j])
+        right = now[y, j] + (share * mixes[a, j] - gone * mixes[b, j])
+        most = left if left > others[j] else others[j]
+        after += right if right > most else most
+    return prices.load_price * (top - after / mixes.shape[1])
 
 
 def total_cost(costs: RowCosts, targets: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> float:

@@ -5,8 +5,8 @@ The search is that of `swaps`, with moves that are estimated from the tables and
 
 import numpy as np
 
-from semmoe.placement.homes import index, next_near, next_primary, njit, tied
-from semmoe.placement.loads import highest, highest_after
+from semmoe.placement.homes import index, next_near, next_primary, njit
+from semmoe.placement.loads import highest, load_gain
 from semmoe.placement.replicas import contribute, make_tables
 from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
 
@@ -38,14 +38,12 @@ def best_move(state, tables, prices, turn):
 @njit
 def _best_partner(state, tables, prices, turn, best, p):
     """Return (gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
-    move_cost, mixes, loads, load_price = prices
-    slots, slot_of, pairs, node_of = state.slots, state.slot_of, state.expert_load, state.node_of
+    move_cost, slots, slot_of = prices.move_cost, state.slots, state.slot_of
     move, twice, served = tables.move, tables.twice, tables.served
     S = slots.shape[1]
     x, other = p // S, -1
     a = slots[x, p % S]
-    stays = tied(state, a, x)
-    share = served[p] / max(pairs[a], 1e-9)  # of a's pairs, that its copy in slot p computes
+    sent = a, _share(served[p], state.expert_load[a])  # of its pairs, that its copy in slot p computes
     for q in range((x + 1) * S, slots.size):
         y = q // S
         b = slots[y, q % S]
@@ -54,15 +52,10 @@ def _best_partner(state, tables, prices, turn, best, p):
         gain = (move[p, y] + move[q, x] - twice[p, q] - twice[q, p]) / state.total_weight
         gain += move_cost[a, x] - move_cost[a, y] + move_cost[b, y] - move_cost[b, x]
         # no swap saves more load than all that x and y have above the others
-        if gain + load_price * (turn.top - loads.least[x, y]) <= best:
+        if gain + prices.load_price * (turn.top - prices.loads.least[x, y]) <= best:
             continue
-        if node_of[x] != node_of[y] and (stays or tied(state, b, y)):
-            continue
-        if load_price > 0:
-            back = served[q] / max(pairs[b], 1e-9)
-            rest = loads.others[x, y]
-            after = highest_after(mixes[a], share, mixes[b], back, loads.now[x], loads.now[y], rest)
-            gain += load_price * (turn.top - after)
+        back = _share(served[q], state.expert_load[b])
+        gain += load_gain(prices, turn.top, x, y, sent, (b, back, back))
         if gain > best and may_move(turn, gain, a, b):
             best, other = gain, q
     return best if other >= 0 else -np.inf, other
@@ -71,31 +64,23 @@ def _best_partner(state, tables, prices, turn, best, p):
 @njit
 def _best_successor(state, tables, prices, turn, best, p):
     """Return (gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
-    move_cost, mixes, loads, load_price = prices
-    slot_of, primary, pairs = state.slot_of, state.primary, state.expert_load
+    move_cost, slot_of, primary = prices.move_cost, state.slot_of, state.primary
     drop, add, instead = tables.drop, tables.add, tables.instead
-    S, J = state.slots.shape[1], mixes.shape[1]
+    S = state.slots.shape[1]
     x, other = p // S, -1
     a = state.slots[x, p % S]
-    share = tables.served[p] / max(pairs[a], 1e-9)
+    sent = a, _share(tables.served[p], state.expert_load[a])
     z = _fallback_rank(state, a, x)  # a's pairs on x go there
-    now, others, least = loads.now, loads.others[min(x, z), max(x, z)], loads.least[min(x, z), max(x, z)]
-    slack = -np.inf if tied(state, a, x) else load_price * (turn.top - least)
+    slack = prices.load_price * (turn.top - prices.loads.least[min(x, z), max(x, z)])
     for b in range(primary.shape[0]):
         if slot_of[b, x] >= 0:
             continue
         gain = (drop[p] + add[b, x] - instead[p, b]) / state.total_weight + move_cost[a, x] - move_cost[b, x]
         if gain + slack <= best:
             continue
-        if load_price > 0:
-            # b's new copy takes a share from its other copies: from z, if that is where its primary is
-            came = _taken(state, tables.at_home, b, x) / max(pairs[b], 1e-9)
-            gone, after = came if primary[b] == z else 0.0, 0.0
-            for j in range(J):
-                left, right = share * mixes[a, j], mixes[b, j]
-                most = max(others[j], now[x, j] - left + came * right)
-                after += max(most, now[z, j] + left - gone * right)
-            gain += load_price * (turn.top - after / J)
+        # b's new copy takes a share from its other copies: from z, if that is where its primary is
+        came = _share(_taken(state, tables.at_home, b, x), state.expert_load[b])
+        gain += load_gain(prices, turn.top, x, z, sent, (b, came, came if primary[b] == z else 0.0))
         if gain > best and may_move(turn, gain, a, b):
             best, other = gain, b
     return best if other >= 0 else -np.inf, other
@@ -125,18 +110,18 @@ def _taken(state, at_home, expert, rank):
 @njit
 def _promotion(state, tables, prices, top, p):
     """Return the gain if the copy in slot p becomes its expert's primary."""
-    mixes, loads = prices.mixes, prices.loads
     S = state.slots.shape[1]
     x, a = p // S, state.slots[p // S, p % S]
     z = state.primary[a]
-    gain = tables.promote[p] / state.total_weight
-    if prices.load_price > 0:
-        # the primary computes the pairs of other homes than its own, and these go to x
-        remote = tables.served[state.slot_of[a, z]] - tables.at_home[a, z]
-        share, others = remote / max(state.expert_load[a], 1e-9), loads.others[min(x, z), max(x, z)]
-        after = highest_after(mixes[a], share, mixes[a], 0.0, loads.now[z], loads.now[x], others)
-        gain += prices.load_price * (top - after)
-    return gain
+    # the primary computes the pairs of other homes than its own, and these go to x
+    remote = tables.served[state.slot_of[a, z]] - tables.at_home[a, z]
+    sent = a, _share(remote, state.expert_load[a])
+    return tables.promote[p] / state.total_weight + load_gain(prices, top, z, x, sent, (a, 0.0, 0.0))
+
+
+@njit
+def _share(pairs, all_pairs):
+    return pairs / max(all_pairs, 1e-9)
 
 
 @njit
@@ -190,7 +175,7 @@ def _spread(state, served, prices):
     load[:] = 0.0
     for p in range(state.slots.size):
         e = state.slots[p // S, p % S]
-        share = served[p] / max(state.expert_load[e], 1e-9)
+        share = _share(served[p], state.expert_load[e])
         for j in range(mixes.shape[1]):
             load[p // S, j] += share * mixes[e, j]
 

@@ -16,92 +16,78 @@ without further copies and an estimate else; what a move that was made has chang
 Of a set's homes, a move is evaluated at the MAX_CANDIDATE_HOMES cheapest ones and at the rank that a copy comes to.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 
-from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, next_primary, njit
+from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, next_primary, njit, serving
 
 MAX_CANDIDATE_HOMES = 4  # of a set
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
 
 
-class Homes(NamedTuple):
-    """Room for one set at a time: its homes (B candidates of S), the copies of its experts, and what moves change."""
-
-    servers: np.ndarray  # (S, K) the rank that computes each expert for each home
-    cost: np.ndarray  # (S,)
-    candidate_homes: np.ndarray  # (B,) the cheapest homes, by their place in the group, ascending
-    own: np.ndarray  # (K, S) what each home costs if it computes the expert itself
-    reach: np.ndarray  # (B, G) what one more pair on the rank costs
-    counts: np.ndarray  # (B, G) experts that the rank computes
-    node_counts: np.ndarray  # (B, N)
-    to: np.ndarray  # (B, G) what the home costs if the rank computes the current expert
-    after: np.ndarray  # (G,) what the set costs after a change
-    joined: np.ndarray  # (K, G) what a further copy of each expert on each rank changes
-    ranks: np.ndarray  # (K * G,) of the copies of the experts
-    slots: np.ndarray  # (K * G,)
-    starts: np.ndarray  # (K + 1,) where each expert's copies begin in `ranks` and `slots`
-    seen: np.ndarray  # (G,) zero between sets
-    seen_nodes: np.ndarray  # (N,)
-    entries: np.ndarray  # (M,) the entries of `sums` to which the set adds
-    amounts: np.ndarray  # (M,) what it adds
-
-
-class Tables(NamedTuple):
-    """Sums over sets, for slots (P,), experts (E,) and ranks (G,): views of `sums`; and what each set adds."""
-
-    move: np.ndarray  # (P, G)
-    add: np.ndarray  # (E, G)
-    drop: np.ndarray  # (P,)
-    promote: np.ndarray  # (P,)
-    twice: np.ndarray  # (P, P): of move[p, rank of q], from sets that hold q's expert too
-    instead: np.ndarray  # (P, E): of drop[p] + add[b, rank of p], from sets that hold b too
-    served: np.ndarray  # (P,) pairs that each copy computes
-    at_home: np.ndarray  # (E, G) pairs of each expert whose token's home is the rank
-    value: np.ndarray  # (1,) sum of values
-    sums: np.ndarray  # all of these
-    begin: tuple[int, ...]  # where each of them begins there
-    where: np.ndarray  # (U, W) int32: the entries of `sums` to which each set adds
-    what: np.ndarray  # (U, W): what it adds
-    kept: np.ndarray  # (U,) how many these are; -1: too many to keep
-    at: Homes
+# What `make_tables` makes: sums over sets, views of `sums`; and what each set adds.
+Tables = namedtuple("Tables", "move add drop promote twice instead served at_home value sums begin where what kept at")
+# What `_make_homes` makes.
+Homes = namedtuple(
+    "Homes",
+    "servers cost candidate_homes own reach counts node_counts to after joined ranks slots starts seen seen_nodes "
+    "entries amounts",
+)
 
 
 def make_tables(state) -> Tables:
-    """Return empty tables."""
+    """Return empty tables for slots (P,), experts (E,), ranks (G,) and sets (U,)."""
     E, G, P, U = len(state.primary), len(state.slots), state.slots.size, len(state.sets)
-    shapes = ((P, G), (E, G), (P,), (P,), (P, P), (P, E), (P,), (E, G), (1,))
-    ends = np.cumsum([np.prod(shape) for shape in shapes])
+    shapes = {
+        "move": (P, G),
+        "add": (E, G),
+        "drop": (P,),
+        "promote": (P,),
+        "twice": (P, P),  # of move[p, rank of q], from sets that hold q's expert too
+        "instead": (P, E),  # of drop[p] + add[b, rank of p], from sets that hold b too
+        "served": (P,),  # pairs that each copy computes
+        "at_home": (E, G),  # pairs of each expert whose token's home is the rank
+        "value": (1,),  # sum of values
+    }
+    ends = np.cumsum([np.prod(shape) for shape in shapes.values()])
     sums = np.zeros(ends[-1])
-    views = [part.reshape(shape) for part, shape in zip(np.split(sums, ends[:-1]), shapes, strict=True)]
+    parts = zip(shapes.items(), np.split(sums, ends[:-1]), strict=True)
     W = min(WIDTH, max(MOST_KEPT // max(U, 1), 1))
-    kept = np.zeros((U, W), np.int32), np.zeros((U, W)), np.zeros(U, np.int64)
-    return Tables._make([*views, sums, (0, *ends[:-1].tolist()), *kept, _make_homes(state)])
+    return Tables(
+        **{name: part.reshape(shape) for (name, shape), part in parts},
+        sums=sums,
+        begin=(0, *ends[:-1].tolist()),  # where each of them begins there
+        where=np.zeros((U, W), np.int32),  # the entries of `sums` to which each set adds
+        what=np.zeros((U, W)),  # what it adds
+        kept=np.zeros(U, np.int64),  # how many these are; -1: too many to keep
+        at=_make_homes(state),
+    )
 
 
 def _make_homes(state) -> Homes:
+    """Return room for one set at a time: its homes (B candidates of S), its experts' copies, and what moves change."""
     S, K, G, N = state.group_size, state.sets.shape[1], len(state.slots), state.near.shape[1]
     B, copies = min(MAX_CANDIDATE_HOMES, S), min(K * G, state.slots.size)
     changes = copies * (G + copies + 2 * K + 2) + K * (G + 2) + 2  # the most to which one set can add
     return Homes(
-        servers=np.zeros((S, K), np.int64),
+        servers=np.zeros((S, K), np.int64),  # the rank that computes each expert for each home
         cost=np.zeros(S),
-        candidate_homes=np.zeros(B, np.int64),
-        own=np.full((K, S), np.inf),
-        reach=np.zeros((B, G)),
-        counts=np.zeros((B, G), np.int64),
+        candidate_homes=np.zeros(B, np.int64),  # the cheapest homes, by their place in the group, ascending
+        own=np.full((K, S), np.inf),  # what each home costs if it computes the expert itself
+        reach=np.zeros((B, G)),  # what one more pair on the rank costs
+        counts=np.zeros((B, G), np.int64),  # experts that the rank computes
         node_counts=np.zeros((B, N), np.int64),
-        to=np.zeros((B, G)),
-        after=np.zeros(G),
-        joined=np.zeros((K, G)),
-        ranks=np.zeros(K * G, np.int64),
+        to=np.zeros((B, G)),  # what the home costs if the rank computes the current expert
+        after=np.zeros(G),  # what the set costs after a change
+        joined=np.zeros((K, G)),  # what a further copy of each expert on each rank changes
+        ranks=np.zeros(K * G, np.int64),  # of the copies of the experts
         slots=np.zeros(K * G, np.int64),
-        starts=np.zeros(K + 1, np.int64),
-        seen=np.zeros(G, np.int64),
+        starts=np.zeros(K + 1, np.int64),  # where each expert's copies begin in `ranks` and `slots`
+        seen=np.zeros(G, np.int64),  # zero between sets
         seen_nodes=np.zeros(N, np.int64),
-        entries=np.zeros(changes, np.int64),
-        amounts=np.zeros(changes),
+        entries=np.zeros(changes, np.int64),  # the entries of `sums` to which the set adds
+        amounts=np.zeros(changes),  # what it adds
     )
 
 
@@ -266,17 +252,10 @@ def _shift(state, u, i, at):
 
 @inlined
 def _serves(node_of, h, has, first, near, y):
-    """The rank that computes an expert for home h if rank y gets a copy.
-
-    has: whether h has one, first: the primary, near: the lowest rank of the node with a copy, all but y's.
-    """
-    if has or y == h:
-        return h
-    if node_of[first] == node_of[h]:
-        return first
-    if node_of[y] == node_of[h]:
-        return y if near < 0 or y < near else near
-    return near if near >= 0 else first
+    """The rank that computes an expert for home h if rank y gets a copy; other arguments as `serving` takes them."""
+    if node_of[y] == node_of[h] and (near < 0 or y < near):
+        near = y
+    return serving(node_of, h, has or y == h, first, near)
 
 
 @inlined
@@ -286,8 +265,7 @@ def _without(state, u, e, x, first, at):
     for b in range(at.candidate_homes.shape[0]):
         h = low + at.candidate_homes[b]
         has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
-        y = h if has else first if node_of[first] == node_of[h] or near < 0 else near
-        best = min(best, at.to[b, y])
+        best = min(best, at.to[b, serving(node_of, h, has, first, near)])
     return best
 
 

@@ -18,44 +18,33 @@ from typing import NamedTuple
 import numpy as np
 
 from semmoe.placement.homes import count_ranks, index, inlined, njit
-from semmoe.placement.loads import highest, highest_after
+from semmoe.placement.loads import highest, load_gain
 from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
 
 
 class Gains(NamedTuple):
-    """The tables of a search, and room for one set at a time."""
+    """The tables of a search."""
 
     move: np.ndarray  # (E, G)
     both: np.ndarray  # (E, E)
-    counts: np.ndarray  # (G,) the set's experts on each rank; zero between sets
-    node_counts: np.ndarray  # (N,) the same on each node
-    more: np.ndarray  # (G,) value of each of the set's homes with one expert more
-    reach: np.ndarray  # (G,) cost of reaching each rank
-    change: np.ndarray  # (G,) what the move of one expert to each rank changes
 
 
 def make_gains(state) -> Gains:
     """Return empty tables."""
-    (E, G), N = state.slot_of.shape, state.near.shape[1]
-    return Gains(
-        move=np.zeros((E, G)),
-        both=np.zeros((E, E)),
-        counts=np.zeros(G, np.int64),
-        node_counts=np.zeros(N, np.int64),
-        more=np.zeros(G),
-        reach=np.zeros(G),
-        change=np.zeros(G),
-    )
+    E, G = state.slot_of.shape
+    return Gains(np.zeros((E, G)), np.zeros((E, E)))
 
 
 @njit
 def contribute(state, gains, sets, count, sign):
     """Add sign times the contributions of `sets[:count]` to the tables."""
-    activation, per_rank, per_node = state.weights
-    node_of = state.node_of
-    counts, node_counts, more, reach, change = gains.counts, gains.node_counts, gains.more, gains.reach, gains.change
-    K, G = state.sets.shape[1], state.slots.shape[0]
+    (activation, per_rank, per_node), node_of = state.weights, state.node_of
+    K, G, N = state.sets.shape[1], state.slots.shape[0], state.near.shape[1]
     ranks = np.zeros(K, np.int64)
+    counts, node_counts = np.zeros(G, np.int64), np.zeros(N, np.int64)  # the set's experts; zero between sets
+    more = np.zeros(G)  # value of each of the set's homes with one expert more
+    reach = np.zeros(G)  # cost of reaching each rank
+    change = np.zeros(G)  # what the move of one expert to each rank changes
     for c in range(count):
         u = sets[c]
         experts, d, weight = state.sets[u], state.group[u], sign * state.weight[u]
@@ -64,8 +53,7 @@ def contribute(state, gains, sets, count, sign):
         for y in range(G):
             inside = y // state.group_size == d  # whether y may be the set's home
             more[y] = activation - state.price[y] + activation * counts[y] if inside else -np.inf
-            reach[y] = per_rank if counts[y] == 0 else 0.0
-            reach[y] += per_node if node_counts[node_of[y]] == 0 else 0.0
+            reach[y] = per_rank * (counts[y] == 0) + per_node * (node_counts[node_of[y]] == 0)
         # the set's value now: at the best home with an expert, else at any home of its group
         best, second, home = _two_best(ranks, more)
         value = best - activation - per_rank * (reached - 1) - per_node * (reached_nodes - 1)
@@ -86,7 +74,7 @@ def contribute(state, gains, sets, count, sign):
                     again = per_node if node_of[y] == emptied else 0.0
                     change[y] = (more[y] if more[y] > base else base) - (reach[y] + again) - kept
             else:
-                _change_away(state, gains, d, x, gone, gone_nodes)
+                _change_away(state, (counts, node_counts, more), d, x, gone, gone_nodes, change)
                 for y in range(G):
                     change[y] -= value
             row = gains.move[experts[i]]
@@ -114,22 +102,22 @@ def _two_best(ranks, more):
 
 
 @njit
-def _change_away(state, gains, d, x, gone, gone_nodes):
+def _change_away(state, homes, d, x, gone, gone_nodes, change):
     """Fill `change` with the set's value by the rank that its expert on rank x moves to.
 
-    No home of the set's group d hosts another of its experts; those reach `gone` ranks and `gone_nodes` nodes.
+    No home of the set's group d hosts another of its experts; those reach `gone` ranks and `gone_nodes` nodes. homes:
+    the set's experts by rank (G,) and by node (N,), and values (G,) with one expert more.
     """
-    _, per_rank, per_node = state.weights
-    node_of, counts, node_counts = state.node_of, gains.counts, gains.node_counts
+    (_, per_rank, per_node), (counts, node_counts, more), node_of = state.weights, homes, state.node_of
     lonely = node_counts[node_of[x]] == 1
     for y in range(counts.shape[0]):
         m = node_of[y]
         reached = gone + (counts[y] == 0)
         nodes = gone_nodes + (node_counts[m] == (lonely and m == node_of[x]))
         if y // state.group_size == d:
-            gains.change[y] = gains.more[y] - per_rank * (reached - 1) - per_node * (nodes - 1)
+            change[y] = more[y] - per_rank * (reached - 1) - per_node * (nodes - 1)
         else:
-            gains.change[y] = _value_away(state, d, node_counts, reached, nodes, node_of[x], m)
+            change[y] = _value_away(state, d, node_counts, reached, nodes, node_of[x], m)
 
 
 @njit
@@ -146,8 +134,7 @@ def _value_away(state, d, node_counts, reached, reached_nodes, left, joined):
 @njit
 def best_swap(state, gains, prices, turn):
     """Return (gain per token, a, b) of the best swap of two experts that may move."""
-    loads, load_price = prices.loads, prices.load_price
-    rank_of, node_of, move, both = state.primary, state.node_of, gains.move, gains.both
+    rank_of, move, both = state.primary, gains.move, gains.both
     best, first, other = -np.inf, -1, -1
     for a in range(rank_of.shape[0]):
         x = rank_of[a]
@@ -157,16 +144,10 @@ def best_swap(state, gains, prices, turn):
                 continue
             gain = (move[a, y] + move[b, x] - both[a, b] - both[b, a]) / state.total_weight
             gain += prices.move_cost[a, x] - prices.move_cost[a, y] + prices.move_cost[b, y] - prices.move_cost[b, x]
-            low, high = min(x, y), max(x, y)
             # no swap saves more load than all that x and y have above the others
-            if gain + load_price * (turn.top - loads.least[low, high]) <= best:
+            if gain + prices.load_price * (turn.top - prices.loads.least[min(x, y), max(x, y)]) <= best:
                 continue
-            if node_of[x] != node_of[y] and (state.bound[a] >= 0 or state.bound[b] >= 0):
-                continue
-            if load_price > 0:
-                rest = loads.others[low, high]
-                after = highest_after(prices.mixes[a], 1.0, prices.mixes[b], 1.0, loads.now[x], loads.now[y], rest)
-                gain += load_price * (turn.top - after)
+            gain += load_gain(prices, turn.top, x, y, (a, 1.0), (b, 1.0, 1.0))
             if gain > best and may_move(turn, gain, a, b):
                 best, first, other = gain, a, b
     return best, first, other

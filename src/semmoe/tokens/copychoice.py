@@ -32,7 +32,13 @@ class CopyChoice:
         """(B, K) int16: the rank that computes each pair of tokens with experts (B, K) on ranks home (B,)."""
         if self.copies is None or self.node_of is None:
             return self.preferred[home[:, None], expert_ids]
-        return _cover(expert_ids, home, self.preferred, self.copies, self.node_of)
+        out = np.empty(expert_ids.shape, np.int16)
+        for source in np.unique(home):
+            rows = home == source
+            near = np.where(nearest_copies(self.copies, source, self.node_of), self.copies, np.int16(-1))
+            copies = near, near.astype(np.int32), self.preferred[source]  # here a copy's id is its rank
+            out[rows] = cover(expert_ids[rows].astype(np.int64), copies, int(source), len(self.preferred))
+        return out
 
 
 def copy_choice(placement: Placement, topology: Topology) -> list[CopyChoice]:
@@ -83,21 +89,6 @@ def nearest_copies(ranks: np.ndarray, source: int, node_of: np.ndarray) -> np.nd
 
 
 @njit(nogil=True)
-def _cover(expert_ids, home, preferred, copies, node_of):
-    """Choose by the rule `cover`: (B, K) ranks for experts (B, K) of tokens on ranks home (B,)."""
-    (B, K), G = expert_ids.shape, preferred.shape[0]
-    out, reached = np.empty((B, K), np.int16), np.full(G, -1, np.int64)
-    near, number, first = np.empty((K, copies.shape[1]), np.int16), np.empty(K, np.int64), np.empty(K, np.int16)
-    for t in range(B):
-        for i in range(K):
-            e = expert_ids[t, i]
-            first[i] = preferred[home[t], e]
-            number[i] = _nearest(copies, e, home[t], node_of, near, i)
-        _cover_token(near, number, first, home[t], G, reached, t, out)
-    return out
-
-
-@njit(nogil=True)
 def cover(expert_ids, copies, source, num_ranks):
     """Choose by the rule `cover` for tokens of one rank: (B, K) int64 physical ids for experts (B, K), -1 for -1.
 
@@ -145,26 +136,6 @@ def _cover_token(near, number, preferred, source, num_ranks, reached, t, out):
             if out[t, i] < 0 and _holds(near, number, i, r):
                 out[t, i] = r
                 left -= 1
-
-
-@njit(nogil=True)
-def _nearest(copies, expert, source, node_of, near, i):
-    """Fill near[i] with the ranks of the nearest copies; returns their number."""
-    n, on_node = 0, False
-    for x in range(copies.shape[1]):
-        r = copies[expert, x]
-        if r == source:
-            near[i, 0] = r
-            return 1
-        if r < 0 or (n > 0 and near[i, n - 1] == r):  # no copy, or another on the same rank
-            continue
-        same = node_of[r] == node_of[source]
-        if same and not on_node:
-            n, on_node = 0, True
-        if same or not on_node:
-            near[i, n] = r
-            n += 1
-    return n
 
 
 @njit(nogil=True)

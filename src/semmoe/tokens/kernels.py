@@ -17,87 +17,33 @@ PRICE_STEPS = 6
 FIRST_STEP, STEP_DECAY = 16, 50
 FINE_BITS, BUCKETS = 2, 128  # losses are ordered by buckets, 2**FINE_BITS buckets per octave
 LOWEST = -(1 << 31)
-U = tuple(np.uint64(i) for i in range(8))  # offsets of eight columns
 
 
 @njit(nogil=True)
 def look_up(out, rows, token_scores, shift, first):
-    """Write each token's row to `out`, eight ranks at a time: inner loops of unknown length are not vectorised."""
-    slices = out.shape[1]
+    """Write each token's row to out (B, S). Unsigned indices need no test for negative ones: loops are vectorised."""
     for t in range(out.shape[0]):
-        for s in range(0, slices // 8 * 8, 8):
-            _put(out, t, s, _eight(token_scores, rows[t], first + s, shift))
-        for s in range(slices // 8 * 8, slices):
-            out[t, s] = np.int32(token_scores[rows[t], first + s]) << shift
+        row = np.uint64(rows[t])
+        for s in range(out.shape[1]):
+            out[t, s] = np.int32(token_scores[row, np.uint64(first + s)]) << shift
 
 
 @njit(nogil=True)
 def score(out, looked_up, path_scores, earlier, ordered, num_experts, history, has_history, first):
     tokens, slices = out.shape
-    whole = slices // 8 * 8
     layers, top_k = earlier.shape[0], earlier.shape[2]
     for t in range(tokens):
         past = t if has_history else 0
-        for s in range(0, whole, 8):
-            column = first + s
-            total = _plus(_eight(looked_up, t, s, 0), _eight(history, past, column, 0))
-            base = 0
-            for j in range(layers):
-                for k in range(top_k):
-                    place = base + np.int64(earlier[j, t, k])
-                    total = _plus(total, _eight(path_scores, place, column, 0))
-                    base += num_experts if j < ordered else 0
-                base += 0 if j < ordered else num_experts
-            _put(out, t, s, total)
-        for s in range(whole, slices):
-            column = first + s
-            rest = looked_up[t, s] + history[past, column]
-            base = 0
-            for j in range(layers):
-                for k in range(top_k):
-                    rest += path_scores[base + np.int64(earlier[j, t, k]), column]
-                    base += num_experts if j < ordered else 0
-                base += 0 if j < ordered else num_experts
-            out[t, s] = rest
-
-
-@njit(nogil=True)
-def _eight(x, row, i, shift):
-    """Columns i to i + 8 of a row, shifted left. Unsigned indices avoid the test for negative ones, which prevents
-    vector loads.
-    """
-    r, c = np.uint64(row), np.uint64(i)
-    return (
-        np.int32(np.int32(x[r, c]) << shift),
-        np.int32(np.int32(x[r, c + U[1]]) << shift),
-        np.int32(np.int32(x[r, c + U[2]]) << shift),
-        np.int32(np.int32(x[r, c + U[3]]) << shift),
-        np.int32(np.int32(x[r, c + U[4]]) << shift),
-        np.int32(np.int32(x[r, c + U[5]]) << shift),
-        np.int32(np.int32(x[r, c + U[6]]) << shift),
-        np.int32(np.int32(x[r, c + U[7]]) << shift),
-    )
-
-
-@njit(nogil=True)
-def _plus(a, b):
-    return (
-        np.int32(a[0] + b[0]),
-        np.int32(a[1] + b[1]),
-        np.int32(a[2] + b[2]),
-        np.int32(a[3] + b[3]),
-        np.int32(a[4] + b[4]),
-        np.int32(a[5] + b[5]),
-        np.int32(a[6] + b[6]),
-        np.int32(a[7] + b[7]),
-    )
-
-
-@njit(nogil=True)
-def _put(out, row, i, a):
-    r, c = np.uint64(row), np.uint64(i)
-    out[r, c], out[r, c + U[1]], out[r, c + U[2]], out[r, c + U[3]] = a[0], a[1], a[2], a[3]
-    out[r, c + U[4]], out[r, c + U[5]], out[r, c + U[6]], out[r, c + U[7]] = a[4], a[5], a[6], a[7]
+        for s in range(slices):
+            out[t, s] = looked_up[t, s] + history[past, first + s]
+        base = 0
+        for j in range(layers):
+            for k in range(top_k):
+                place = np.uint64(base + np.int64(earlier[j, t, k]))
+                for s in range(slices):
+                    out[t, s] += path_scores[place, np.uint64(first + s)]
+                base += num_experts if j < ordered else 0
+            base += 0 if j < ordered else num_experts
 
 
 @njit(nogil=True)

@@ -24,7 +24,6 @@ from semmoe.settings import PredictorSettings
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.regression import (
     TOKEN_PRIOR,
-    Design,
     apply_weights,
     count_tokens,
     design_of,
@@ -44,14 +43,20 @@ RIDGES = (10.0, 100.0, 1000.0)
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Weights of one layer, whose columns are experts (E), and the layer's mean activations (E,)."""
+    """Weights of one layer, whose columns are experts (E), and the layer's mean activations (E,).
 
-    token: np.ndarray  # (E, E) weights of a token's shares minus the mean
-    running: np.ndarray  # (E, E) weights of the running mean minus the mean
-    previous: np.ndarray  # (E + 1, E); the last row is for tokens without a previous token
-    path: np.ndarray  # (F, E)
-    intercept: np.ndarray  # (E,)
+    Rows: the intercept; E + 1 of the previous token, the last for tokens without one; F of the path; E of a token's
+    shares minus the mean; E of the running mean minus the mean.
+    """
+
+    weights: np.ndarray  # (rows, E)
     mean: np.ndarray  # (E,)
+
+    @property
+    def parts(self) -> list[np.ndarray]:
+        """The weights of the intercept, the previous token, the path, the token's shares and the running mean."""
+        E = len(self.mean)
+        return np.split(self.weights, [1, E + 2, -2 * E, -E])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,7 @@ def fit(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> Predicto
 
     def one(layer: int) -> LayerFit:
         design = design_of(sample, layer, looks, count_tokens(sample, layer), loo=True)
-        return _solve(design, ridge, looks.rows(*_shape(sample)))
+        return LayerFit(ridge_weights(*products(design), ridge), design.mean)
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         layers = list(pool.map(one, range(trace.fingerprint.num_layers)))
@@ -84,21 +89,6 @@ def _shape(trace: RoutingTrace) -> tuple[int, int]:
 def _sample(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
     """Random requests with about `max_tokens` routed tokens in total, in arrival order; all if there are no more."""
     return trace.select(draw_requests(np.diff(trace.request_offsets), max_tokens, seed))
-
-
-def _solve(design: Design, ridge: float, path_rows: int) -> LayerFit:
-    E, C = design.num_experts, design.columns
-    weights = ridge_weights(*products(design), ridge)
-    path = np.zeros((path_rows, E))
-    path[: C - E - 2] = weights[E + 2 : C]
-    return LayerFit(
-        token=weights[C : C + E],
-        running=weights[C + E :],
-        previous=weights[1 : E + 2],
-        path=path,
-        intercept=weights[0],
-        mean=design.mean,
-    )
 
 
 def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[Looks, float, float, float]:
@@ -172,11 +162,7 @@ def predict(
     """
     design = design_of(part, layer, predictor.looks, count_tokens(profile, layer), loo=True)
     design = replace(design, dense=design.dense[rows], active=design.active[rows])
-    f = predictor.layers[layer]
-    weights = np.concatenate(
-        [f.intercept[None], f.previous, f.path[: design.columns - len(f.previous) - 1], f.token, f.running]
-    )
-    return apply_weights(design, weights)
+    return apply_weights(design, predictor.layers[layer].weights)
 
 
 def project(
@@ -192,7 +178,7 @@ def project(
     token_rows = np.append(counts.row_of, np.int32(len(counts.rows) - 1))
     hosts = placement.hosts.transpose(0, 2, 1).astype(np.float64)  # (L, E, G)
     parts = [
-        _project_layer(fitted, hosts[l], count_tokens(trace, l).rows, f.top_k)
+        _project_layer(fitted, hosts[l], count_tokens(trace, l).rows, f.top_k, predictor.looks.rows(*_shape(trace)))
         for l, fitted in enumerate(predictor.layers)
     ]
     token, shift, path, history = (np.stack(part) for part in zip(*parts, strict=True))
@@ -208,24 +194,26 @@ def project(
     )
 
 
-def _project_layer(fitted: LayerFit, hosts: np.ndarray, counts, top_k: int):
+def _project_layer(fitted: LayerFit, hosts: np.ndarray, counts, top_k: int, path_rows: int):
     """Token rows (N + 1, G) int8 and their shift, path rows (F, G) and history rows (2E + 1, G) int16 of one layer.
 
     counts (N + 1, E): of the token ids that occur, and zeros.
     """
-    onto = fitted.token @ hosts  # (E, G)
-    base = fitted.intercept @ hosts
+    intercept, previous, path, token_weights, running_weights = fitted.parts
+    onto = token_weights @ hosts  # (E, G)
+    base = intercept[0] @ hosts
     occurrences = counts.sum(axis=1, keepdims=True) / top_k
     kept = occurrences / (occurrences + TOKEN_PRIOR)  # the rest of a row is the mean, which adds nothing
     token = kept * ((counts @ onto) / np.maximum(occurrences, 1e-9) - fitted.mean @ onto) + base
     shift = max(int(np.ceil(np.log2(max(np.abs(token).max() * SCALE / 127, 1)))), 0)
-    running = fitted.running @ hosts
+    running = running_weights @ hosts
     running -= fitted.mean @ running / top_k  # so that experts drawn from the layer's mean add nothing
-    history = np.concatenate([running, fitted.previous @ hosts])
+    history = np.concatenate([running, previous @ hosts])
+    missing = np.zeros((path_rows - len(path), hosts.shape[1]))  # of layers that have fewer layers before them
     return (
         np.clip(np.rint(token * SCALE / 2**shift), -127, 127).astype(np.int8),
         shift,
-        _int16(fitted.path @ hosts),
+        _int16(np.concatenate([path @ hosts, missing])),
         _int16(history),
     )
 

@@ -159,6 +159,22 @@ class ScoreEvidence:
         return float(self.scores[rows, slices].sum()) / SCALE
 
 
+def home_ranks(evidence: Evidence, group: np.ndarray, rows: np.ndarray, topology: Topology) -> np.ndarray:
+    """(B,) the rank of each token `rows` (B,) of a batch: its attention group, and its slice inside the group.
+
+    evidence: on all tokens; group (T,): their attention groups.
+    """
+    S = topology.attn_tp_size
+    groups = group[rows]
+    if S == 1:
+        return groups
+    home = np.empty(len(rows), np.int64)
+    for d in range(topology.dp_size):
+        inside = np.flatnonzero(groups == d)
+        home[inside] = d * S + evidence.slices(rows[inside], S)
+    return home
+
+
 def trace_scores(
     tables: PathScores, layer: int, trace: RoutingTrace, topology: Topology, group: np.ndarray, decoding: bool
 ) -> np.ndarray:
