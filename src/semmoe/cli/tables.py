@@ -88,21 +88,6 @@ def speeds(links: Links) -> Rows:
     return [*rows, ["experts of a rank", "", f"{links.experts.teraflops:.3g} Tflop/s"]]
 
 
-def print_affinity(result: dict[str, Any]) -> None:
-    """The result of `semmoe trace affinity`."""
-    described = ", ".join(f"{name} {value}" for name, value in result["trace"].items() if "hash" not in name)
-    console.out.print(described)
-    statistics = {"f1": "F1", "cumulative_hotness": "top-k", "max_other_hotness": "other"}
-    columns = ["layer", *(f"{short}\n{q}" for short in statistics.values() for q in ("p25", "p50", "p75"))]
-    console.out.print("F1 of the static top-k, hotness of the top-k and of the hottest other")
-    for weighting, title in (("by_type", "per token type, as published"), ("by_occurrence", "weighted by occurrence")):
-        rows = [
-            [str(layer["layer"]), *(console.figure(v) for name in statistics for v in layer[weighting][name].values())]
-            for layer in result["concentration"]
-        ]
-        console.print_table(title, columns, rows)
-
-
 def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows for `replay` and `solve`, of the metrics that all methods have."""
     names = {

@@ -1,16 +1,13 @@
-"""The commands trace info, affinity and merge; info and merge take traces that are larger than memory."""
+"""The commands trace info and merge, which take traces that are larger than memory."""
 
 from pathlib import Path
 from typing import Annotated
 
 from semmoe.cli import options, tables
 from semmoe.cli.app import OFFLINE, add_group
-from semmoe.cli.form import takes
-from semmoe.evaluation.results import AffinityFile
 from semmoe.io import console
-from semmoe.traces.trace import describe as described
 
-trace_app = add_group("trace", OFFLINE, "Look into traces and join them: info, affinity, merge.")
+trace_app = add_group("trace", OFFLINE, "Look into traces and join them: info, merge.")
 
 
 @trace_app.command()
@@ -24,22 +21,6 @@ def info(trace: options.TraceArgument, as_json: options.Json = False) -> None:
     with console.bars() as bars:
         found = describe(trace, bars.task("reading tokens", _tokens(trace)))
     console.tell(as_json, found, lambda: console.print_table(str(trace), ["", ""], tables.contents(found)))
-
-
-@trace_app.command()
-@takes
-def affinity(*, trace: options.TraceArgument, result: options.ResultOptions) -> None:
-    """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1.
-
-    Example: `semmoe trace affinity trace`
-    """
-    from semmoe.traces.concentration import concentration
-
-    result.check((trace,))
-    opened = options.read_trace(trace)
-    found = {"trace": described(opened), "concentration": concentration(opened)}
-    if not result.tell(AffinityFile, found):
-        tables.print_affinity(found)
 
 
 @trace_app.command()

@@ -5,7 +5,7 @@ written atomically, so an interrupted profile leaves a usable trace to which a l
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from semmoe.core import DECODE, RoutingTrace
+from semmoe.core import RoutingTrace
 from semmoe.io.files import array_shape, load_arrays, load_json, save_arrays, save_json
 from semmoe.io.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz, whole_numbers
 from semmoe.topology import Fingerprint
@@ -206,17 +206,3 @@ def join_shards(path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.
         return possible_part(trace)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def describe(trace: RoutingTrace) -> dict[str, Any]:
-    """Counts that `semmoe trace affinity` prints above its tables."""
-    return {
-        **asdict(trace.fingerprint),
-        "requests": trace.num_requests,
-        "tokens": trace.num_tokens,
-        "decode_tokens": int((trace.phase == DECODE).sum()),
-        "prompt_tokens": len(trace.prompt_ids),
-        "distinct_tokens": len(np.unique(trace.token_ids)),
-        "left_out_tokens": trace.left_out,
-        "trace_hash": trace.digest(),
-    }
