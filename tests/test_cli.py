@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from synthetic import make_trace, random_trace
+from synthetic import make_trace
 from typer.testing import CliRunner
 
 from semmoe.cli import app

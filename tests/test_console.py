@@ -28,7 +28,8 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(params=PRINTS)
 def words(request, trace):
-    return [sys.executable, "-c", CODE, *(word.format(trace=trace, folder=os.path.dirname(trace)) for word in PRINTS[request.param])]
+    places = {"trace": trace, "folder": os.path.dirname(trace)}
+    return [sys.executable, "-c", CODE, *(word.format(**places) for word in PRINTS[request.param])]
 
 
 def errors(stderr):
