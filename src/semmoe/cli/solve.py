@@ -115,6 +115,7 @@ def solve(
     from semmoe.placement.problem import Problem
     from semmoe.plan import check_plan_output, save_plan
     from semmoe.solver import moved_experts
+    from semmoe.traces.streams import open_bounded
 
     check_plan_output(out, force, (trace, how.begin, how.model, server.links, server.decode_links))
     previous, solving = _begin(ctx, how.begin, how.solving())
@@ -122,7 +123,7 @@ def solve(
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
     links = server.load(topology)
-    opened = options.read_trace(trace, solving.seed)
+    opened = open_bounded(trace, solving.seed)
     shape = server.layer_shape(opened.fingerprint)
     costs = phase_costs(ctx, links, topology, solving.cocluster)
     problem = Problem(trace=opened, topology=topology, settings=solving, previous=previous, costs=costs)
