@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.inputs import load_dataset
 from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.io.files import read_limited
-from semmoe.traces.dataset import LeftOut, check_token_ids, digest, encode, encode_usable, load_dataset, read_prompts
+from semmoe.traces.dataset import LeftOut, check_token_ids, digest, encode, encode_usable, read_prompts
 from semmoe.traces.prompts import Prompt, UnusableError, prompts_of
 
 CHAT = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]}

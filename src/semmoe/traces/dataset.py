@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +61,6 @@ class LeftOut:
         more = ["..."] if len(self.reasons) > MAX_REASONS else []
         listed = ", ".join(reasons + more)
         return f"{self.reasons.total()} of {self.records} {kind} left out: {listed}; first: {self.first}"
-
-
-def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
-    """The first `limit` prompts of a file, all if 0. Raises ValueError that names the faulty line."""
-    path = Path(path)
-    if limit < 0:
-        raise ValueError(f"limit must not be negative: {limit}")
-    prompts = list(islice(read_prompts(path, LeftOut(path, strict=True)), limit or None))
-    if not prompts:
-        raise ValueError(f"{path} holds no prompt")
-    return prompts
 
 
 def read_prompts(path: Path, left_out: LeftOut) -> Iterator[Prompt]:

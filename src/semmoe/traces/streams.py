@@ -13,6 +13,7 @@ import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.io.files import array_shape, atomic_directory, check_output, load_array
+from semmoe.traces.affinity import expert_load
 from semmoe.traces.routing import RoutingWarning, Tally
 from semmoe.traces.split import draw_requests
 from semmoe.traces.trace import (
@@ -107,8 +108,7 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
     counts: Counter[str] = Counter()
     tally = Tally()
     for trace in chain([first], parts):
-        for layer, counts_of_layer in enumerate(chosen):
-            counts_of_layer += np.bincount(trace.expert_ids[:, layer].ravel(), minlength=f.num_experts)
+        chosen += expert_load(trace)
         seen[trace.token_ids] = True
         counts["requests"] += trace.num_requests
         counts["tokens"] += trace.num_tokens
