@@ -748,7 +748,3 @@ def test_a_dry_run_of_serve_leaves_a_servers_folder_as_it_is(tmp_path):
     assert result.exit_code == 0, result.output
     assert "sglang.launch_server" in result.stdout
     assert {p.name for p in tmp_path.iterdir()} == {"control.json", "activity-rank-00000.json"}
-
-
-def test_what_left_the_package_says_where_it_went():
-    refused(run("reproduce", "table1", "--out", "x"), "make reproduce", "checkout")
