@@ -34,9 +34,12 @@ Progress = Callable[[int], None]  # told how many routed tokens are done since i
 class Merged:
     """The trace that was written."""
 
-    out: Path
     requests: int
     tokens: int
+    out: str
+
+    def __str__(self) -> str:
+        return f"{self.requests:,} requests, {self.tokens:,} tokens in {self.out}"
 
 
 def num_tokens(path: Path) -> int:
@@ -71,7 +74,7 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
         requests = writer.num_requests
         for path, tally in zip(traces, tallies, strict=True):
             tally.check(str(path))
-    return Merged(out=out, requests=requests, tokens=sum(tally.tokens for tally in tallies))
+    return Merged(out=str(out), requests=requests, tokens=sum(tally.tokens for tally in tallies))
 
 
 def _by_age(path: Path, number: int, tally: Tally) -> Iterator[tuple[float, int, RoutingTrace, int]]:
