@@ -20,7 +20,6 @@ FILES = {
     "plan": PlanHeader,
     "links": Links,
     "replay": results.ReplayFile,
-    "affinity": results.AffinityFile,
     "generate": results.GenerateFile,
     "demo": results.DemoFile,
     "relabelling": Relabelling,

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from semmoe.io.npz import MAX_META_BYTES
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
-from semmoe.traces.dataset import Prompt, encode, load_dataset
+from semmoe.traces.dataset import LeftOut, Prompt, encode, read_prompts
 from semmoe.traces.texts import held_out_prompts
 from semmoe.traces.trace import open_trace
 
@@ -26,6 +27,17 @@ MAX_TOKENS = 256  # of each
 SHIPPED = "shipped model"
 
 Task = Callable[[str, int], Callable[[int], None]]  # begins a progress bar and returns what advances it
+
+
+def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
+    """The first `limit` prompts of a file, all if 0. Raises ValueError that names the faulty line."""
+    path = Path(path)
+    if limit < 0:
+        raise ValueError(f"limit must not be negative: {limit}")
+    prompts = list(islice(read_prompts(path, LeftOut(path, strict=True)), limit or None))
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
+    return prompts
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from scipy.stats import kurtosis
 from sklearn.cluster import SpectralCoclustering
 from sklearn.manifold import TSNE
 
+from lab.concentration import quantiles, token_counts
 from lab.inputs import Inputs, Source
 from lab.item import OTHER, PLAN, Cell, Comparison, Item, Result, panel
 from semmoe.core import RoutingTrace
-from semmoe.traces.affinity import token_counts
-from semmoe.traces.concentration import quantiles
 
 NEIGHBOURS = 5
 TYPES = 400  # token types shown, those that occur most

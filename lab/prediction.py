@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
+from lab.concentration import token_counts
 from semmoe.core import RoutingTrace
-from semmoe.traces.affinity import token_counts
 from semmoe.traces.split import split
 
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 
+from lab.concentration import concentration
 from lab.inputs import Inputs, Source
 from lab.item import MODEL_DIFFERS, Cell, Comparison, Item, Result, panel, span
 from lab.prediction import next_layer_hit_rate
 from lab.readings import readings
 from semmoe.traces.affinity import pair_count
-from semmoe.traces.concentration import concentration
 from semmoe.traces.split import split
 
 STATISTICS = ("f1", "cumulative_hotness", "max_other_hotness")

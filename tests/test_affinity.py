@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_trace, random_trace
 
+from lab.concentration import token_counts
 from lab.methods.grouping import paths_of
-from semmoe.traces.affinity import expert_load, nearest_profiled, request_counts, token_counts
+from semmoe.traces.affinity import expert_load, nearest_profiled, request_counts
 
 
 def hand_trace():

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from synthetic import make_trace, random_trace
+from synthetic import make_trace
 from typer.testing import CliRunner
 
 from semmoe.cli import app
@@ -377,29 +377,14 @@ def test_replay_of_one_method_lists_that_one(tmp_path):
     assert list(json.loads(result.stdout)["methods"]) == ["eplb"]
 
 
-@pytest.mark.parametrize("command", [["trace", "affinity"], ["solve"], ["replay"]])
+@pytest.mark.parametrize("command", ["solve", "replay"])
 def test_a_trace_without_routed_tokens_is_refused(tmp_path, command):
     save_trace(make_trace([[], []], np.zeros((0, 2, 2)), prompts=[[1], [2]]), tmp_path / "trace")
-    ranks = [] if "affinity" in command else ["--ep-size", "2"]
-    words = [*command, str(tmp_path / "trace"), *ranks, "--out", str(tmp_path / "out")]
+    words = [command, str(tmp_path / "trace"), "--ep-size", "2", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2, result.output
     assert "holds no routed token" in result.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_affinity_where_every_token_uses_every_expert(tmp_path):
-    save_trace(random_trace(0, experts=4, top_k=4), tmp_path / "trace")
-    result = CliRunner().invoke(app, ["trace", "affinity", str(tmp_path / "trace"), "--json"])
-    assert result.exit_code == 0, result.output
-
-
-def test_affinity_prints_tables_and_json(work):
-    assert "weighted by occurrence" in run("trace", "affinity", work / "trace").stdout
-    result = json.loads(run("trace", "affinity", work / "trace", "--json").stdout)
-    assert len(result["concentration"]) == 6
-    assert 0 < result["concentration"][0]["by_occurrence"]["f1"]["p50"] <= 1
 
 
 @pytest.mark.slow
@@ -665,7 +650,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_plan(work, tmp_path):
 
 def test_every_command_explains_itself():
     top = run("--help").stdout
-    for command in ("profile", "trace affinity", "solve", "replay", "apply", "generate", "calibrate", "demo"):
+    for command in ("profile", "trace info", "solve", "replay", "apply", "generate", "calibrate", "demo"):
         assert command.split()[0] in top
         assert "semmoe " + command in run(*command.split(), "--help").stdout.replace("\n", " ")
 
@@ -687,7 +672,7 @@ def test_offline_commands_need_neither_torch_nor_an_engine(tmp_path):
         "        return end.code or 0\n"
         "trace, plan = sys.argv[1:]\n"
         "codes = [run('solve', trace, '--ep-size', '2', '--out', plan), run('replay', trace, '--plan', plan)]\n"
-        "codes += [run('trace', 'affinity', trace), run('generate', 'tiny', '--prompt', 'x')]\n"
+        "codes += [run('trace', 'info', trace), run('generate', 'tiny', '--prompt', 'x')]\n"
         "assert codes == [0, 0, 0, 2], codes\n"
     )
     words = [sys.executable, "-c", code, npz(tmp_path / "t.npz"), tmp_path / "plan"]
@@ -766,7 +751,3 @@ def test_a_dry_run_of_serve_leaves_a_servers_folder_as_it_is(tmp_path):
     assert result.exit_code == 0, result.output
     assert "sglang.launch_server" in result.stdout
     assert {p.name for p in tmp_path.iterdir()} == {"control.json", "activity-rank-00000.json"}
-
-
-def test_what_left_the_package_says_where_it_went():
-    refused(run("reproduce", "table1", "--out", "x"), "make reproduce", "checkout")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_trace, random_trace
 
-from semmoe.traces.concentration import concentration, quantiles, token_statistics
+from lab.concentration import concentration, quantiles, token_statistics
 
 
 def test_hotness_of_the_docstring_s_example():
@@ -66,3 +66,9 @@ def test_concentration_agrees_with_loops(seed):
         every = [value for values in f1[l].values() for value in values]
         assert found["by_type"]["f1"] == quantiles(np.array(lower_medians), np.ones(len(lower_medians)))
         assert found["by_occurrence"]["f1"] == quantiles(np.array(every), np.ones(len(every)))
+
+
+def test_where_every_token_uses_every_expert_no_other_expert_is_hot():
+    for found in concentration(random_trace(0, experts=4, top_k=4)):
+        assert found["by_type"]["cumulative_hotness"] == {"p25": 1.0, "p50": 1.0, "p75": 1.0}
+        assert found["by_occurrence"]["max_other_hotness"] == {"p25": 0.0, "p50": 0.0, "p75": 0.0}

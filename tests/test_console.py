@@ -12,9 +12,9 @@ PRINTS = {  # a command for each way to print: print, typer's help, rich's conso
     "version": ["--version"],
     "help": ["--help"],
     "help of a command": ["solve", "--help"],
-    "lines": ["trace", "info", "{trace}"],
-    "table": ["trace", "affinity", "{trace}"],
-    "json": ["trace", "affinity", "{trace}", "--json"],
+    "lines": ["record", "status", "{folder}"],
+    "table": ["trace", "info", "{trace}"],
+    "json": ["trace", "info", "{trace}", "--json"],
 }
 
 
@@ -28,7 +28,8 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(params=PRINTS)
 def words(request, trace):
-    return [sys.executable, "-c", CODE, *(word.format(trace=trace) for word in PRINTS[request.param])]
+    places = {"trace": trace, "folder": os.path.dirname(trace)}
+    return [sys.executable, "-c", CODE, *(word.format(**places) for word in PRINTS[request.param])]
 
 
 def errors(stderr):
@@ -62,7 +63,7 @@ def test_a_pipe_that_both_outputs_share_may_close(trace):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write) as pipe:
-        done = subprocess.run([sys.executable, "-c", CODE, "trace", "affinity", trace], stdout=pipe, stderr=pipe)
+        done = subprocess.run([sys.executable, "-c", CODE, "trace", "info", trace], stdout=pipe, stderr=pipe)
     assert done.returncode == 141
 
 

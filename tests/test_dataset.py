@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.inputs import load_dataset
 from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.io.files import read_limited
-from semmoe.traces.dataset import LeftOut, check_token_ids, digest, encode, encode_usable, load_dataset, read_prompts
+from semmoe.traces.dataset import LeftOut, check_token_ids, digest, encode, encode_usable, read_prompts
 from semmoe.traces.prompts import Prompt, UnusableError, prompts_of
 
 CHAT = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]}
@@ -228,7 +229,7 @@ def test_an_empty_array_and_no_file_at_all(tmp_path):
 
 BAD = [
     ('{"prompt": "cut', "not valid JSON: Invalid control character"),
-    ('{"prompt": "a"} {"prompt": "b"}', "not valid JSON: a value does not end with its line"),
+    ('{"prompt": "a"} {"prompt": "b"}', "not valid JSON: Extra data at column 17"),
     ('"a string"', "not a JSON object"),
     ("[1, 2]", "not a JSON object"),
     ('{"prompt": "  "}', "an empty prompt"),
@@ -492,14 +493,14 @@ def test_a_prompt_may_have_as_many_tokens_as_the_model_takes(tokenizer):
     assert left_out.reasons == {"longer than the model takes": 1}
 
 
-@given(st.lists(st.sampled_from(["value", "printed", "blank", "wrong"]), max_size=8))
-def test_every_record_has_the_line_on_which_it_begins(tmp_path_factory, kinds):
-    """Values of one line and of several, empty lines between them, and lines that are no JSON."""
-    text = {"value": '{"prompt": "a"}\n', "printed": '{\n "prompt":\n "a"\n}\n', "blank": "\n\n", "wrong": "{?\n"}
+@given(st.lists(st.sampled_from(["value", "blank", "wrong"]), max_size=8))
+def test_every_record_has_its_line(tmp_path_factory, kinds):
+    """Values, empty lines between them, and lines that are no JSON."""
+    text = {"value": '{"prompt": "a"}\n', "blank": "\n\n", "wrong": "{?\n"}
     content, lines, reasons = "", [], []
     for kind in kinds:
         line = f"line {content.count(chr(10)) + 1}"
-        lines += [line] if kind in ("value", "printed") else []
+        lines += [line] if kind == "value" else []
         reasons += [line] if kind == "wrong" else []
         content += text[kind]
     path = tmp_path_factory.mktemp("lines") / "d.jsonl"

@@ -25,14 +25,13 @@ WORK = {  # command, and the function that does its work
     "generate": (["generate", "tiny", "--prompt", "x"], "semmoe.engines.transformers.generate.generate"),
     "profile": (["profile", "tiny"], "semmoe.engines.transformers.model.load_model"),
     "replay": (["replay", "trace.npz"], "semmoe.traces.streams.open_bounded"),
-    "affinity": (["trace", "affinity", "trace.npz"], "semmoe.traces.streams.open_bounded"),
     "solve": (["solve", "trace.npz"], "semmoe.traces.streams.open_bounded"),
     "report": (["report", "."], "semmoe.report.page.write"),
     "apply": (["apply", "plan", "--model", "tiny"], "semmoe.checkpoint.relabel.relabel"),
     "apply sglang": (["apply", "plan", "--model", "tiny", "--to", "sglang"], "semmoe.checkpoint.relabel.relabel"),
     "reproduce": (["reproduce", "table1"], "lab.run.make"),
 }
-FILES = {"affinity", "calibrate", "generate", "replay", "report", "apply sglang"}  # the others make directories
+FILES = {"calibrate", "generate", "replay", "report", "apply sglang"}  # the others make directories
 REPLACES = {"profile", "report", "reproduce"}  # a profile resumes, a page is made again, items add to a folder
 
 
@@ -98,15 +97,15 @@ def test_a_plan_is_replaced_by_force_alone(tmp_path):
     assert (plan / "plan.json").read_bytes() != before
 
 
-def test_a_replay_and_the_statistics_of_a_trace_are_left_as_json_and_a_report_finds_the_replay(tmp_path):
+def test_a_replay_is_left_as_json_and_a_report_finds_it(tmp_path):
     saved("linear", tmp_path)
     trace = tmp_path / "trace.npz"
     ids = np.random.default_rng(0).random((240, 2, 8)).argsort(2)[:, :, :2].astype(np.uint8)
     np.savez(trace, token_ids=np.arange(240) % 9, expert_ids=ids, request_offsets=np.arange(0, 241, 12))
-    for words in (["replay", str(trace), "--ep-size", "2", "--method", "eplb"], ["trace", "affinity", str(trace)]):
-        out = tmp_path / f"{words[0]}.json"
-        result = CliRunner().invoke(app, [*words, "--json", "--out", str(out)])
-        assert json.loads(out.read_text()) == json.loads(result.stdout)
+    out = tmp_path / "replay.json"
+    words = ["replay", str(trace), "--ep-size", "2", "--method", "eplb", "--json", "--out", str(out)]
+    result = CliRunner().invoke(app, words)
+    assert json.loads(out.read_text()) == json.loads(result.stdout)
     page = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
     assert [source["file"] for source in json.loads(page.stdout)["sources"]] == ["replay.json"]
 
@@ -200,10 +199,9 @@ def contents(folder):
         ("replay t.npz --ep-size 2", "t.npz"),
         ("replay t-link.npz --ep-size 2", "t.npz"),
         ("replay t-hard.npz --ep-size 2", "t.npz"),
+        ("replay trace --ep-size 2", "trace/replay.json"),
         ("replay t.npz --plan plan", "plan/plan.json"),
         ("replay t.npz --links links.json --ep-size 2", "links.json"),
-        ("trace affinity t.npz", "t.npz"),
-        ("trace affinity trace", "trace/affinity.json"),
         ("solve t.npz --from plan", "plan"),
         ("solve plan/../trace --ep-size 2", "trace"),
         ("generate tiny --dataset prompts.jsonl", "prompts.jsonl"),

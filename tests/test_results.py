@@ -3,7 +3,7 @@
 import pytest
 from synthetic import random_trace
 
-from semmoe.evaluation.results import AffinityFile, ReplayFile, checked
+from semmoe.evaluation.results import ReplayFile, checked
 from semmoe.placement.methods import METHODS
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import score, solve_methods
@@ -37,5 +37,5 @@ def test_a_result_that_no_reader_takes_is_not_written(changes, message):
 
 
 def test_a_result_without_a_part_is_not_written():
-    with pytest.raises(ValueError, match="concentration"):
-        checked(AffinityFile, {"trace": {}})
+    with pytest.raises(ValueError, match="methods"):
+        checked(ReplayFile, {"settings": {}})

@@ -21,11 +21,10 @@ from semmoe.traces.routing import RoutingWarning
 from semmoe.traces.trace import (
     TraceHeader,
     TraceWriter,
-    describe,
     open_trace,
     possible_part,
     read_header,
-    read_shards,
+    read_parts,
     save_trace,
     shard_paths,
 )
@@ -241,7 +240,7 @@ def test_a_trace_with_tables_of_hash_routed_layers_is_refused(tmp_path):
     save_trace(random_trace(0), path)
     tables = {"layers": np.zeros(1, np.int32), "expert_ids": np.zeros((1, 20, 2), np.uint8)}
     files.save_arrays(path / "hashed.safetensors", tables)
-    for read in (open_trace, lambda path: list(read_shards(path)), lambda path: TraceWriter(path, HEADER)):
+    for read in (open_trace, lambda path: list(read_parts(path)), lambda path: TraceWriter(path, HEADER)):
         with pytest.raises(ValueError, match=r"hashed\.safetensors is no longer read: make the trace again"):
             read(path)
 
@@ -537,11 +536,3 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "trace.csv").write_text("1,2,3")
     with pytest.raises(ValueError, match=r"neither a trace directory nor an \.npz"):
         open_trace(tmp_path / "trace.csv")
-
-
-def test_description_counts_each_kind_of_token():
-    trace = make_trace([[5, 5], [3]], np.tile([[0, 1]], (3, 2, 1)), prompts=[[1, 2], [3, 4]])
-    counts = describe(with_prefill(trace, 1))
-    shown = {name: counts[name] for name in ("requests", "tokens", "decode_tokens", "prompt_tokens", "distinct_tokens")}
-    assert shown == {"requests": 2, "tokens": 3, "decode_tokens": 2, "prompt_tokens": 4, "distinct_tokens": 2}
-    assert counts["num_experts"] == trace.fingerprint.num_experts

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from semmoe.plan import save_plan
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
-from semmoe.traces.dataset import encode, load_dataset
+from semmoe.traces.dataset import LeftOut, encode, read_prompts
 from serving.engine import RANKS, Command, Engine, ServerError, SetUp
 from serving.network import DEVICE, Network, command_on, environment_of
 
@@ -100,8 +101,8 @@ def prompts(dataset: str = "") -> tuple[list[list[int]], list[list[int]]]:
     tokenizer, settings = load_tokenizer(str(MODEL)), DemoSettings(generate_prompts=1_000_000)
     if not dataset:
         return demo_prompts(settings, tokenizer)
-    found = load_dataset(dataset)
-    ids = encode(found[:MOST_PROMPTS], tokenizer, settings.max_prompt_tokens)
+    found = read_prompts(Path(dataset), LeftOut(Path(dataset), strict=True))
+    ids = encode(islice(found, MOST_PROMPTS), tokenizer, settings.max_prompt_tokens)
     return ids[: len(ids) // 5], ids[len(ids) // 5 :]
 
 

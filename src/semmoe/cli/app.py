@@ -184,9 +184,3 @@ def _main(
         from semmoe.cli.config import read_config
 
         ctx.default_map = read_config(config, ctx.command)
-
-
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
-def reproduce(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Raise an error: this command is not in the package, since it needs the sources of tables and figures."""
-    raise ValueError("the paper's tables and figures are made in a checkout of semmoe: make reproduce")

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from semmoe.cli import options, tables
+from semmoe.cli import options
 from semmoe.cli.app import TOOLS, command, refuse_given
+from semmoe.costs.links import Links
 from semmoe.io import console
 from semmoe.io.files import check_output, save_json
 from semmoe.settings import CalibrateSettings
@@ -48,4 +49,14 @@ def calibrate(
     save_json(out, links)
     title = f"{out}: {links.name}"
     result = {"out": str(out), "links": links.model_dump()}
-    console.tell(as_json, result, lambda: console.print_table(title, ["", "latency", "speed"], tables.speeds(links)))
+    console.tell(as_json, result, lambda: console.print_table(title, ["", "latency", "speed"], _speeds(links)))
+
+
+def _speeds(links: Links) -> list[list[str]]:
+    """Rows of what, latency and speed."""
+    rows = []
+    for where, tier in (("inside nodes", links.inside_node), ("between nodes", links.between_nodes)):
+        if tier is not None:
+            speed = f"{tier.gigabytes_per_second:.3g} GB/s"
+            rows.append([f"all-to-all {where}", f"{tier.dispatch_latency_us:,.0f} us", speed])
+    return [*rows, ["experts of a rank", "", f"{links.experts.teraflops:.3g} Tflop/s"]]

@@ -87,10 +87,9 @@ def _configurations(
     from semmoe.plan import load_plan, save_plan
 
     found, digests = [], {}
-    advance = progress.task("solving plans", 4)
     for attention in ("dp", "tp"):
         topology, path = Topology.for_attention(attention, settings.ep_size), work / f"plan-{attention}"
-        save_plan(_solve(trace, topology, settings, advance), path)
+        save_plan(_solve(trace, topology, settings, progress), path)
         name, vanilla = f"attention-{attention.upper()}", vanilla_plan(identity, topology)
         found.append(Configuration(name=f"{name}, vanilla", plan=vanilla))
         found.append(Configuration(name=f"{name}, on the plan", plan=load_plan(path)))
@@ -142,18 +141,14 @@ def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
     return [asdict(one) for one in (*payoffs(dp), *payoffs(tp))]
 
 
-def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, advance: Callable[[int], None]) -> Plan:
-    """A plan with its forecast for held-out requests, and the verdict on LINKS."""
-    from semmoe.evaluation.forecast import expect
+def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, progress: Bars) -> Plan:
+    """A plan with its forecast for held-out requests, and the verdict on LINKS; all of its passes are shuffled."""
+    from semmoe.cli.solve import solve_expected
     from semmoe.placement.problem import Problem
-    from semmoe.solver import solve_problem
 
-    f = trace.fingerprint
+    f, links = trace.fingerprint, load_links(LINKS)
     shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
-    links = load_links(LINKS)
     problem = Problem(trace=trace, topology=topology, settings=SolveSettings(seed=settings.seed))
-    expected = expect(problem, ReplaySettings(seed=settings.seed), PhaseLinks(links, links), shape)
-    advance(1)
-    plan = replace(solve_problem(problem), expected=expected)
-    advance(1)
-    return plan
+    measure = ReplaySettings(seed=settings.seed)
+    plan = solve_expected(problem, measure, PhaseLinks(links, links), shape, progress)
+    return replace(plan, shuffle_from=1)

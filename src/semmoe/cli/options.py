@@ -13,7 +13,7 @@ import typer
 from pydantic import BaseModel
 
 from semmoe.cli.demo import MODEL
-from semmoe.core import Plan, RoutingTrace
+from semmoe.core import Plan
 from semmoe.costs.links import PhaseLinks, load_links
 from semmoe.evaluation.results import checked
 from semmoe.io import console
@@ -191,22 +191,6 @@ def ranks_at_hand() -> int:
     import torch
 
     return torch.accelerator.device_count() or PROCESSES
-
-
-def read_trace(path: Path, seed: int = 0) -> RoutingTrace:
-    """Load a trace; sample it if it is too large, and print the size of the sample."""
-    from semmoe.traces.streams import open_bounded
-
-    trace, tokens = open_bounded(path, seed)
-    if trace.num_tokens == 0:
-        raise ValueError(f"{path} holds no routed token")
-    if tokens:
-        words = (
-            f"{path} has {tokens:,} tokens, more than are read at once: {trace.num_tokens:,} of them count, of "
-            f"{trace.num_requests:,} requests drawn by seed {seed}"
-        )
-        console.warn(words, "note")
-    return trace
 
 
 def check_installed(engine: str) -> None:

@@ -1,15 +1,16 @@
 """The commands record start, stop and status: record the routing of a live server."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from semmoe.cli import options, tables
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, add_group
 from semmoe.cli.form import takes
 from semmoe.engines.private import check_folder
 from semmoe.io import console
-from semmoe.live.recorder.control import begin, end, name_ranks
-from semmoe.live.recorder.files import CONTROL, Control, read_control, read_statuses
+from semmoe.live.recorder.control import begin, end, is_gone, name_ranks
+from semmoe.live.recorder.files import CONTROL, Control, Status, read_control, read_statuses
 from semmoe.settings import RecordSettings, StopSettings
 
 FolderArgument = Annotated[Path, options.argument("The control folder, which `semmoe serve` prints.")]
@@ -52,8 +53,8 @@ def stop(
     if ended.gone:
         console.warn(f"{name_ranks(ended.gone)} recorded and no longer responds: what was not on disk is lost")
     left_out = f"; {ended.unfinished:,} unfinished requests are left out" if ended.unfinished else ""
-    row = {**tables.merged(ended.merged), "unfinished": ended.unfinished, "run": ended.run}
-    console.tell(as_json, row, tables.merged_line(ended.merged) + left_out)
+    row = {**asdict(ended.merged), "unfinished": ended.unfinished, "run": ended.run}
+    console.tell(as_json, row, str(ended.merged) + left_out)
 
 
 @record_app.command()
@@ -73,10 +74,19 @@ def status(folder: FolderArgument, as_json: options.Json = False) -> None:
     if not found:
         console.out.print("no server has used this folder yet")
         return
-    console.print_table(f"{len(found)} ranks", *tables.recorders(found))
+    columns = ["rank", "state", "requests", "tokens", "under\nway", "skipped", "dropped", "unknown\nids"]
+    columns += ["held\nMB", "CPU us\n/token"]
+    console.print_table(f"{len(found)} ranks", columns, list(map(_row, found)))
     for status in found:
         if status.reason:
             console.out.print(f"rank {status.rank}: {console.plain(status.reason)}")
+
+
+def _row(s: Status) -> list[str]:
+    state = "gone" if s.state == "recording" and is_gone(s) else s.state
+    counts = (s.requests, s.tokens, s.unfinished, s.skipped, s.dropped, s.unknown)
+    size, cost = console.megabytes(s.bytes_held), console.figure(s.cpu_us_per_token, 2)
+    return [str(s.rank), state, *(f"{n:,}" for n in counts), size, cost]
 
 
 def _headline(control: Control | None) -> str:

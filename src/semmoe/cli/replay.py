@@ -56,11 +56,13 @@ def replay(
 
     Examples: `semmoe replay trace.npz --method all` and `semmoe replay heldout --plan plan --json`
     """
+    from semmoe.traces.streams import open_bounded
+
     result.check((trace, plan, solved.links, solved.decode_links))
     settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
     if plan is not None:
         refuse_given(ctx, DECIDED, "--plan decides it")
-        opened = options.read_trace(trace, measure.seed)
+        opened = open_bounded(trace, measure.seed)
         topology, methods = _replay_plan(ctx, opened, plan, measure, settings)
     else:
         refuse_given(ctx, ["cocluster.move_cost"], "plans of a replay begin from no other")
@@ -70,7 +72,7 @@ def replay(
         settings |= asdict(topology) | {"profile_share": solved.profile_share} | _described(solving)
         chosen = _applicable(solved.method or "all", topology, solving.redundant_experts)
         refuse_idle(ctx, chosen, topology)
-        opened = options.read_trace(trace, measure.seed)
+        opened = open_bounded(trace, measure.seed)
         methods = _replay_methods(opened, chosen, topology, measure, solving, solved.profile_share, costs)
     settings["scheduled_by_answers"] = warn_of_answers(opened, topology)
     if result.tell(ReplayFile, {"settings": settings, "methods": methods}):

@@ -114,7 +114,8 @@ def solve(
     """
     from semmoe.placement.problem import Problem
     from semmoe.plan import check_plan_output, save_plan
-    from semmoe.solver import moved_experts
+    from semmoe.solver import check_problem, moved_experts
+    from semmoe.traces.streams import open_bounded
 
     check_plan_output(out, force, (trace, how.begin, how.model, server.links, server.decode_links))
     previous, solving = _begin(ctx, how.begin, how.solving())
@@ -122,12 +123,16 @@ def solve(
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
     links = server.load(topology)
-    opened = options.read_trace(trace, solving.seed)
+    opened = open_bounded(trace, solving.seed)
     shape = server.layer_shape(opened.fingerprint)
     costs = phase_costs(ctx, links, topology, solving.cocluster)
     problem = Problem(trace=opened, topology=topology, settings=solving, previous=previous, costs=costs)
     measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed, running=server.running)
-    plan = _solve(problem, how.model, measure, links, shape)
+    check_problem(problem)
+    if how.model is not None:
+        problem = replace(problem, embeddings=_embeddings(how.model, opened.fingerprint))
+    with console.bars() as bars:
+        plan = solve_expected(problem, measure, links, shape, bars)
     save_plan(plan, out)
     counts = {"scheduled_by_answers": warn_of_answers(opened, topology)}
     result = {"plan": str(out), **counts, **gain_of_pass(plan.expected, server.share)}
@@ -191,27 +196,23 @@ def _warn_of_load(plan: Plan, problem: "Problem", measure: ReplaySettings) -> No
             console.warn(words)
 
 
-def _solve(
-    problem: "Problem", model: str | None, measure: ReplaySettings, links: PhaseLinks, shape: LayerShape | None
+def solve_expected(
+    problem: "Problem", measure: ReplaySettings, links: PhaseLinks, shape: LayerShape | None, bars: console.Bars
 ) -> Plan:
     """Estimate the plan's figures for held-out requests, which gets half of the time, and solve it."""
     from semmoe.evaluation.forecast import expect
-    from semmoe.solver import check_problem, solve_problem
+    from semmoe.solver import solve_problem
 
-    check_problem(problem)
-    if model is not None:
-        problem = replace(problem, embeddings=_embeddings(model, problem.trace.fingerprint))
     layers = problem.trace.fingerprint.num_layers
     budget = problem.settings.cocluster.budget
     begun = monotonic()
-    with console.bars() as bars:
-        advance = bars.task("solving without held-out requests", layers)
-        half = None if budget is None else budget / 2
-        expected = expect(_within(problem, half, advance), measure, links, shape)
-        advance(0 if expected else layers)
-        advance = bars.task("solving", layers)
-        rest = None if budget is None else max(budget - (monotonic() - begun), 0)
-        plan = solve_problem(_within(problem, rest, advance))
+    advance = bars.task("solving without held-out requests", layers)
+    half = None if budget is None else budget / 2
+    expected = expect(_within(problem, half, advance), measure, links, shape)
+    advance(0 if expected else layers)
+    advance = bars.task("solving", layers)
+    rest = None if budget is None else max(budget - (monotonic() - begun), 0)
+    plan = solve_problem(_within(problem, rest, advance))
     charged = {"charged": links.described()} if problem.costs is not None and plan.method == "semmoe" else {}
     least = (expected or {}).get("shuffle_from") or plan.shuffle_from
     return replace(plan, shuffle_from=least, expected=expected, settings=plan.settings | charged)

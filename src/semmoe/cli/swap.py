@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from semmoe.cli import options, tables
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, command
 from semmoe.core import Plan
 from semmoe.costs.links import load_links
@@ -88,6 +88,12 @@ def _tell(number: int, status: Any, folder: Path, as_json: bool) -> None:
         console.print_json(result | {"ranks": [one.model_dump() for one in ranks]})
     elif status.state == "done":
         console.say(f"the server runs on plan {plan_name(number)}")
-        console.print_table(f"{len(ranks)} ranks on this node", *tables.swapped(ranks))
+        columns = ["rank", "layers", "slots\nchanged", "MB\nreceived", "ms\nin all", "longest\nms"]
+        console.print_table(f"{len(ranks)} ranks on this node", columns, list(map(_row, ranks)))
     if status.state != "done":
         raise RuntimeError(f"the swap was {status.state}: {status.reason}")
+
+
+def _row(s: Any) -> list[str]:
+    times = [f"{1000 * s.seconds:.0f}", f"{1000 * s.longest:.0f}"]
+    return [str(s.rank), f"{s.layers_done}", f"{s.moved:,}", console.megabytes(s.received_bytes), *times]

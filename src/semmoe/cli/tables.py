@@ -1,106 +1,17 @@
-"""Results of commands as tables and sentences on the terminal."""
+"""Results of `solve`, `replay`, `generate` and `demo` as tables and sentences on the terminal."""
 
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from typing import Any
 
 from semmoe.core import NEVER
-from semmoe.costs.links import Links
 from semmoe.io import console
-from semmoe.live.recorder.control import is_gone
-from semmoe.live.recorder.files import Status
 
-if TYPE_CHECKING:
-    from semmoe.live.status import SwapStatus
-    from semmoe.traces.streams import Merged
-
-Rows = list[list[str]]
-MOST_PAIRS = 12  # pairs of nodes or ranks that `semmoe watch` shows, the heaviest
-BAR = 30  # characters
 PAYOFFS = """"no": not worth it. Columns are models, and tokens of a batch over all ranks: 1,024 is
 about a step of decoding, 16,384 one of prefill. Rows are attention and links; those of
 100g and 400g (Gbit/s) join two nodes. A plan competes with vanilla and, with
 attention-TP, with expert parallelism without all-to-all. These are predictions for
 routing as predictable as the shipped model's. For your own model run semmoe profile, and
 semmoe solve with the --links that you have."""
-
-
-def contents(found: dict[str, Any]) -> Rows:
-    """Rows for `semmoe trace info`."""
-    return [
-        ["model", console.plain(found["model"])],
-        ["layers x experts, experts of a token", f"{found['num_layers']} x {found['num_experts']}, {found['top_k']}"],
-        ["requests", f"{found['requests']:,}"],
-        ["routed tokens", f"{found['tokens']:,}"],
-        ["of them decoded", f"{found['decode_tokens']:,}"],
-        ["left out: an expert twice", f"{found['left_out_tokens']:,}"],
-        ["with another token's experts", f"{found['identical_tokens']:,}"],
-        ["prompt tokens", f"{found['prompt_tokens']:,}"],
-        ["different token ids", f"{found['distinct_tokens']:,} of {found['vocab_size']:,}"],
-        ["busiest expert over the mean", f"{found['busiest_expert']:.2f}"],
-        ["files", f"{found['files']:,}, {console.megabytes(found['bytes'])} MB"],
-    ]
-
-
-def merged(found: "Merged") -> dict[str, Any]:
-    """A joined trace for `--json`."""
-    return asdict(found) | {"out": str(found.out)}
-
-
-def merged_line(found: "Merged") -> str:
-    return f"{found.requests:,} requests, {found.tokens:,} tokens in {found.out}"
-
-
-def recorders(ranks: list[Status]) -> tuple[list[str], Rows]:
-    """Columns and rows for `semmoe record status`."""
-    columns = ["rank", "state", "requests", "tokens", "under\nway", "skipped", "dropped"]
-    columns += ["unknown\nids", "held\nMB", "CPU us\n/token"]
-    rows = []
-    for s in ranks:
-        state = "gone" if s.state == "recording" and is_gone(s) else s.state
-        counts = (s.requests, s.tokens, s.unfinished, s.skipped, s.dropped, s.unknown)
-        size, cost = console.megabytes(s.bytes_held), console.figure(s.cpu_us_per_token, 2)
-        rows.append([str(s.rank), state, *(f"{n:,}" for n in counts), size, cost])
-    return columns, rows
-
-
-def swapped(ranks: list["SwapStatus"]) -> tuple[list[str], Rows]:
-    """Columns and rows for `semmoe swap`."""
-    rows = []
-    for s in ranks:
-        times = [f"{1000 * s.seconds:.0f}", f"{1000 * s.longest:.0f}"]
-        rows.append([str(s.rank), f"{s.layers_done}", f"{s.moved:,}", console.megabytes(s.received_bytes), *times])
-    return ["rank", "layers", "slots\nchanged", "MB\nreceived", "ms\nin all", "longest\nms"], rows
-
-
-def speeds(links: Links) -> Rows:
-    """Rows for `semmoe calibrate`: latency and speed."""
-    rows = []
-    for where, tier in (("inside nodes", links.inside_node), ("between nodes", links.between_nodes)):
-        if tier is not None:
-            speed = f"{tier.gigabytes_per_second:.3g} GB/s"
-            rows.append([f"all-to-all {where}", f"{tier.dispatch_latency_us:,.0f} us", speed])
-    return [*rows, ["experts of a rank", "", f"{links.experts.teraflops:.3g} Tflop/s"]]
-
-
-def print_affinity(result: dict[str, Any]) -> None:
-    """The result of `semmoe trace affinity`."""
-    described = ", ".join(f"{name} {value}" for name, value in result["trace"].items() if "hash" not in name)
-    console.out.print(described)
-    statistics = {"f1": "F1", "cumulative_hotness": "top-k", "max_other_hotness": "other"}
-    columns = ["layer", *(f"{short}\n{q}" for short in statistics.values() for q in ("p25", "p50", "p75"))]
-    console.out.print("F1 of the static top-k, hotness of the top-k and of the hottest other")
-    for weighting, title in (("by_type", "per token type, as published"), ("by_occurrence", "weighted by occurrence")):
-        rows = [
-            [str(layer["layer"]), *(console.figure(v) for name in statistics for v in layer[weighting][name].values())]
-            for layer in result["concentration"]
-        ]
-        console.print_table(title, columns, rows)
 
 
 def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -244,84 +155,3 @@ def payoffs(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         kind = f"{one['attention'].upper()}, {one['links']}"
         rows.setdefault(kind, [kind]).append(f"{one['gain']:.0%}" if one["worth_it"] else "no")
     return ["attention, links", *names], list(rows.values())
-
-
-def watched(url: str, seen: Any, expected: float | None, warning: str | None) -> Group:
-    """The page of `semmoe watch`: figures of a `watch.View`, the load of ranks, the heaviest pairs, and alarms."""
-    who = ", ".join(f"{name} {value}" for name, value in seen.active.items())
-    title = Text(f"{url}: {seen.ranks} ranks, {who}; the last {seen.seconds:.0f} s", style="bold")
-    parts: list[RenderableType] = [title, _figures(seen, expected)]
-    if seen.load:
-        most = max(seen.load.values())
-        rows = [[rank, f"{value:.2f}", _bar(value, most)] for rank, value in seen.load.items()]
-        parts += [Text(), _grid(["rank", "expert load", ""], rows)]
-    if seen.node_pairs:
-        parts += [Text(), _pairs(seen.node_pairs)]
-    if seen.pairs == 0 and not seen.stale:
-        parts.append(Text("no tokens were routed"))
-    for alarm in _alarms(seen, warning):
-        parts += [Text(), Text(alarm, style="bold red")]
-    return Group(*parts)
-
-
-def _alarms(seen: Any, warning: str | None) -> list[str]:
-    alarms = [f"DEGRADED: {reason}" for reason in seen.degraded]
-    if seen.stale:
-        names = ", ".join(seen.stale)
-        alarms.append(f"STALE: the counters of {names} stand still: is the disk of the control folder full?")
-    return alarms + ([] if warning is None else [f"DRIFT: {warning}"])
-
-
-def _figures(seen: Any, expected: float | None) -> Table:
-    network = "" if seen.remote_nodes_per_token is None else f", {seen.network_ranks_per_token:.2f} on other nodes"
-    planned = "" if expected is None else f"the plan expects {expected:.3f}"
-    nodes, sent = seen.remote_nodes_per_token, seen.all_to_all_bytes_per_token
-    rows = [
-        ("plan", ", ".join(seen.plans), "RANKS DIFFER" if len(seen.plans) > 1 else ""),
-        ("local activation rate", console.figure(seen.lar), planned),
-        ("remote ranks per token", console.figure(seen.remote_ranks_per_token, 2), f"and layer{network}"),
-        ("remote nodes per token", "" if nodes is None else console.figure(nodes, 2), "and layer"),
-        ("remote pairs per token", console.figure(seen.remote_pairs_per_token, 2), "and layer"),
-        ("all-to-all bytes", "" if sent is None else f"{sent:,.0f}", "per token and layer"),
-        ("routed", f"{seen.routed_tokens_per_second:,.0f}", "tokens a second, times layers"),
-        ("requests by the plan", f"{sum(seen.scheduled.values()):,}", _to_ranks(seen.scheduled)),
-        ("requests with a rank", f"{seen.named:,}", "named by themselves"),
-        ("requests by the engine", f"{seen.by_engine:,}", ""),
-        ("ids outside the tables", f"{seen.unknown_tokens:,}", ""),
-        ("failures to schedule", f"{seen.schedule_failures:,}", ""),
-    ]
-    counted = [(name, Text(value), Text(note, style="dim")) for name, value, note in rows if value]
-    return _grid(["", "figure", ""], counted, header=False)
-
-
-def _to_ranks(scheduled: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} to rank {rank}" for rank, count in scheduled.items())
-
-
-def _pairs(pairs: list) -> Table:
-    """The rows and bytes that nodes sent to each other, the heaviest pairs first, as bars."""
-    shown, most = pairs[:MOST_PAIRS], max(pairs[0].rows_per_second, 1e-9)
-    with_bytes = any(pair.bytes_per_second is not None for pair in pairs)
-    rows = []
-    for pair in shown:
-        size = ["-" if pair.bytes_per_second is None else f"{pair.bytes_per_second / 1e6:.2f}"] if with_bytes else []
-        ends, rate = f"{pair.source} → {pair.target}", f"{pair.rows_per_second:,.0f}"
-        rows.append([ends, rate, *size, _bar(pair.rows_per_second, most)])
-    table = _grid(["node to node", "rows a second", *(["MB a second"] if with_bytes else []), ""], rows)
-    if len(pairs) > len(shown):
-        table.caption, table.caption_justify = f"the {len(shown)} heaviest of {len(pairs):,} pairs", "left"
-    return table
-
-
-def _grid(columns: list[str], rows: Iterable[Iterable[RenderableType]], header: bool = True) -> Table:
-    """A table without lines, whose columns are at the right if they have a name."""
-    table = Table(box=None, pad_edge=False, show_header=header)
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _bar(value: float, most: float) -> str:
-    return "█" * round(BAR * value / most)

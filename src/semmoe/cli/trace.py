@@ -1,16 +1,14 @@
-"""The commands trace info, affinity and merge; info and merge take traces that are larger than memory."""
+"""The commands trace info and merge, which take traces that are larger than memory."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from semmoe.cli import options, tables
+from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, add_group
-from semmoe.cli.form import takes
-from semmoe.evaluation.results import AffinityFile
 from semmoe.io import console
-from semmoe.traces.trace import describe as described
 
-trace_app = add_group("trace", OFFLINE, "Look into traces and join them: info, affinity, merge.")
+trace_app = add_group("trace", OFFLINE, "Look into traces and join them: info, merge.")
 
 
 @trace_app.command()
@@ -23,23 +21,20 @@ def info(trace: options.TraceArgument, as_json: options.Json = False) -> None:
 
     with console.bars() as bars:
         found = describe(trace, bars.task("reading tokens", _tokens(trace)))
-    console.tell(as_json, found, lambda: console.print_table(str(trace), ["", ""], tables.contents(found)))
-
-
-@trace_app.command()
-@takes
-def affinity(*, trace: options.TraceArgument, result: options.ResultOptions) -> None:
-    """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1.
-
-    Example: `semmoe trace affinity trace`
-    """
-    from semmoe.traces.concentration import concentration
-
-    result.check((trace,))
-    opened = options.read_trace(trace)
-    found = {"trace": described(opened), "concentration": concentration(opened)}
-    if not result.tell(AffinityFile, found):
-        tables.print_affinity(found)
+    rows = [
+        ["model", console.plain(found["model"])],
+        ["layers x experts, experts of a token", f"{found['num_layers']} x {found['num_experts']}, {found['top_k']}"],
+        ["requests", f"{found['requests']:,}"],
+        ["routed tokens", f"{found['tokens']:,}"],
+        ["of them decoded", f"{found['decode_tokens']:,}"],
+        ["left out: an expert twice", f"{found['left_out_tokens']:,}"],
+        ["with another token's experts", f"{found['identical_tokens']:,}"],
+        ["prompt tokens", f"{found['prompt_tokens']:,}"],
+        ["different token ids", f"{found['distinct_tokens']:,} of {found['vocab_size']:,}"],
+        ["busiest expert over the mean", f"{found['busiest_expert']:.2f}"],
+        ["files", f"{found['files']:,}, {console.megabytes(found['bytes'])} MB"],
+    ]
+    console.tell(as_json, found, lambda: console.print_table(str(trace), ["", ""], rows))
 
 
 @trace_app.command()
@@ -56,7 +51,7 @@ def merge(
 
     with console.bars() as bars:
         merged = merge_traces(traces, out, bars.task("joining tokens", sum(map(_tokens, traces))))
-    console.tell(as_json, tables.merged(merged), tables.merged_line(merged))
+    console.tell(as_json, asdict(merged), str(merged))
 
 
 def _tokens(trace: Path) -> int:

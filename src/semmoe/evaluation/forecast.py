@@ -15,6 +15,7 @@ from semmoe.settings import ReplaySettings
 from semmoe.solver import solve, solve_problem
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
+from semmoe.traces.affinity import expert_load
 from semmoe.traces.split import near_duplicates, split
 
 BANDWIDTHS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)  # of other links, times that of the given ones
@@ -131,9 +132,8 @@ def excess_load(trace: RoutingTrace, plan: Plan, limit: float, measure: ReplaySe
 
 def _hottest_copies(trace: RoutingTrace, plan: Plan) -> np.ndarray:
     """(L,) the pairs of the hottest copy of an expert over those of a mean rank, if copies share pairs equally."""
-    f, layers = trace.fingerprint, trace.expert_ids.swapaxes(0, 1)
-    pairs = np.stack([np.bincount(ids.ravel(), minlength=f.num_experts) for ids in layers])
-    return (pairs / plan.placement.logical_replica_count).max(axis=1) * plan.topology.ep_size / layers[0].size
+    pairs = expert_load(trace)
+    return (pairs / plan.placement.logical_replica_count).max(axis=1) * plan.topology.ep_size / pairs[0].sum()
 
 
 def _time(case: Case, figures: dict[str, dict[str, Any]], links: Links) -> dict[str, Any]:

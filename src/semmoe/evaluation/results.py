@@ -169,24 +169,3 @@ class DemoFile(Record):
 class ReplayFile(Record):
     settings: dict[str, Any]
     methods: dict[Name, Figures] = Field(min_length=1, max_length=64)
-
-
-class Quantiles(Record):
-    p25: float
-    p50: float
-    p75: float
-
-
-class Statistics(Record):
-    f1: Quantiles
-
-
-class Concentration(Record):
-    layer: int
-    by_occurrence: Statistics
-    by_type: dict[Name, Quantiles]
-
-
-class AffinityFile(Record):
-    trace: dict[str, Any]
-    concentration: list[Concentration] = Field(min_length=1, max_length=1024)

@@ -6,12 +6,6 @@ from scipy.sparse import csr_matrix
 from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, RoutingTrace
 
 
-def token_counts(trace: RoutingTrace) -> list[csr_matrix]:
-    """The paper's T^(L): L matrices (V, E) int32, how often a token id activates an expert."""
-    f = trace.fingerprint
-    return [count(trace.token_ids, trace.expert_ids[:, l], f.vocab_size, f.num_experts) for l in range(f.num_layers)]
-
-
 def request_counts(trace: RoutingTrace) -> list[csr_matrix]:
     """L matrices (R, E) int32: how often a request activates an expert."""
     f, requests = trace.fingerprint, trace.request_of_token()
@@ -20,7 +14,8 @@ def request_counts(trace: RoutingTrace) -> list[csr_matrix]:
 
 def expert_load(trace: RoutingTrace) -> np.ndarray:
     """(L, E) int64: activations per expert."""
-    return np.stack([np.asarray(counts.sum(axis=0)).ravel() for counts in token_counts(trace)]).astype(np.int64)
+    layers = trace.expert_ids.swapaxes(0, 1)
+    return np.stack([np.bincount(ids.ravel(), minlength=trace.fingerprint.num_experts) for ids in layers])
 
 
 def count(keys: np.ndarray, expert_ids: np.ndarray, num_keys: int, num_experts: int) -> csr_matrix:

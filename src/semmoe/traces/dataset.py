@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ TABLES = (".csv", ".tsv", ".parquet", ".xlsx", ".xls", ".arrow", ".feather")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 # A chat template that loops over the parts of a message is given parts, any other is given text.
 READS_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
-SPACE = re.compile(r"\s*")
 MIN_RECORDS = 10  # a tenth of fewer records is less than one record
 MAX_REASONS = 6  # that a message names
 
@@ -62,17 +61,6 @@ class LeftOut:
         more = ["..."] if len(self.reasons) > MAX_REASONS else []
         listed = ", ".join(reasons + more)
         return f"{self.reasons.total()} of {self.records} {kind} left out: {listed}; first: {self.first}"
-
-
-def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
-    """The first `limit` prompts of a file, all if 0. Raises ValueError that names the faulty line."""
-    path = Path(path)
-    if limit < 0:
-        raise ValueError(f"limit must not be negative: {limit}")
-    prompts = list(islice(read_prompts(path, LeftOut(path, strict=True)), limit or None))
-    if not prompts:
-        raise ValueError(f"{path} holds no prompt")
-    return prompts
 
 
 def read_prompts(path: Path, left_out: LeftOut) -> Iterator[Prompt]:
@@ -127,44 +115,34 @@ def _json_prompts(content: str, path: Path, left_out: LeftOut) -> Iterator[Promp
 
 
 def _records(content: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, value) of each record: an entry of the file's only array, or a value that ends with its line.
+    """Yield (place, value) of each record: the entries of a `.json` file's array, its only value, or each line's value.
 
-    A line that is not JSON comes as an `UnusableError`. Raises ValueError if a `.json` file begins an array that is
-    not JSON.
+    A value that is not JSON comes as an `UnusableError`. A `.json` file that does not begin with an array may hold JSON
+    lines. Raises ValueError if it begins an array that is not JSON.
     """
-    end, line = 0, 1
-    while (start := _after_space(content, end)) < len(content):
-        first = end == 0
-        line += content.count("\n", end, start)
-        value, end = _value(content, start)
-        if first and isinstance(value, list) and _after_space(content, end) == len(content):
-            yield from ((f"entry {i + 1}", row) for i, row in enumerate(value))
+    if _suffix(path) == ".json":
+        whole = _value(content)
+        if isinstance(whole, list):
+            yield from ((f"entry {i + 1}", row) for i, row in enumerate(whole))
             return
-        if first and content[start] == "[" and isinstance(value, UnusableError) and _suffix(path) == ".json":
-            raise ValueError(f"{path} is {value}")
-        yield f"line {line}", value
-        line += content.count("\n", start, end)
+        if not isinstance(whole, UnusableError):
+            yield "line 1", whole
+            return
+        if content.lstrip().startswith("["):
+            raise ValueError(f"{path} is {whole}")
+    for i, line in enumerate(StringIO(content, newline="\n")):
+        if line.strip():
+            yield f"line {i + 1}", _value(line)
 
 
-def _value(content: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value at a position and its end, or an `UnusableError` and the end of the line."""
+def _value(text: str) -> Any:
+    """Return the JSON value of a text, or an `UnusableError`."""
     try:
-        value, end = json.JSONDecoder().raw_decode(content, start)
-    except (ValueError, RecursionError) as error:
-        return UnusableError("not valid JSON", error), _line_end(content, start)
-    if content[end : _line_end(content, end)].strip():
-        return UnusableError("not valid JSON", "a value does not end with its line"), _line_end(content, end)
-    return value, end
-
-
-def _line_end(content: str, start: int) -> int:
-    end = content.find("\n", start)
-    return len(content) if end < 0 else end
-
-
-def _after_space(content: str, start: int) -> int:
-    match = SPACE.match(content, start)
-    return match.end() if match else start
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        return UnusableError("not valid JSON", f"{error.msg} at column {error.colno}")
+    except RecursionError as error:
+        return UnusableError("not valid JSON", error)
 
 
 def encode(prompts: Iterable[Prompt], tokenizer: Any, max_tokens: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ BLOCK_TOKENS = 1 << 14  # checked together, to bound memory
 
 
 class RoutingWarning(UserWarning):
-    """A trace holds rows that should not be there."""
+    """A trace holds rows that should not be there, or more than are read."""
 
 
 def impossible_tokens(expert_ids: np.ndarray) -> np.ndarray:

@@ -1,8 +1,11 @@
 """Traces that are larger than memory: counted, joined and sampled shard by shard."""
 
 import heapq
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +13,16 @@ import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.io.files import array_shape, atomic_directory, check_output, load_array
-from semmoe.io.npz import read_npz
-from semmoe.traces.routing import Tally
+from semmoe.traces.affinity import expert_load
+from semmoe.traces.routing import RoutingWarning, Tally
 from semmoe.traces.split import draw_requests
 from semmoe.traces.trace import (
     TraceHeader,
     TraceWriter,
-    join_shards,
+    join,
     open_trace,
-    possible_part,
     read_header,
-    read_shards,
+    read_parts,
     shard_paths,
 )
 
@@ -32,9 +34,12 @@ Progress = Callable[[int], None]  # told how many routed tokens are done since i
 class Merged:
     """The trace that was written."""
 
-    out: Path
     requests: int
     tokens: int
+    out: str
+
+    def __str__(self) -> str:
+        return f"{self.requests:,} requests, {self.tokens:,} tokens in {self.out}"
 
 
 def num_tokens(path: Path) -> int:
@@ -69,14 +74,14 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
         requests = writer.num_requests
         for path, tally in zip(traces, tallies, strict=True):
             tally.check(str(path))
-    return Merged(out=out, requests=requests, tokens=sum(tally.tokens for tally in tallies))
+    return Merged(out=str(out), requests=requests, tokens=sum(tally.tokens for tally in tallies))
 
 
 def _by_age(path: Path, number: int, tally: Tally) -> Iterator[tuple[float, int, RoutingTrace, int]]:
     """Every request of a trace by its place, from 0 to 1."""
     total = sum(array_shape(shard, "request_lengths")[0] for shard in shard_paths(path))
     done = 0
-    for trace in read_shards(path):
+    for trace in read_parts(path):
         tally.add(trace)
         for r in range(trace.num_requests):
             yield (done + r + 0.5) / total, number, trace, r
@@ -86,7 +91,7 @@ def _by_age(path: Path, number: int, tally: Tally) -> Iterator[tuple[float, int,
 def check_tokens(path: Path, name: str) -> None:
     """Warn of tokens of a trace directory, called `name`, that should not be there, or raise ValueError for many."""
     tally = Tally()
-    for trace in read_shards(path):
+    for trace in read_parts(path):
         tally.add(trace)
     tally.check(name)
 
@@ -96,31 +101,29 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
 
     Raises ValueError if too many of its tokens name an expert twice in a layer.
     """
-    traces = read_shards(path) if path.is_dir() else iter([possible_part(read_npz(path))])
-    found = dict.fromkeys(("requests", "tokens", "decode_tokens", "prompt_tokens"), 0)
-    chosen = seen = first = None
+    parts = read_parts(path)
+    first = next(parts, None)
+    if first is None:
+        raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
+    f = first.fingerprint
+    chosen = np.zeros((f.num_layers, f.num_experts), np.int64)
+    seen = np.zeros(f.vocab_size, bool)
+    counts: Counter[str] = Counter()
     tally = Tally()
-    for trace in traces:
-        first = first or trace
-        f = trace.fingerprint
-        chosen = np.zeros((f.num_layers, f.num_experts), np.int64) if chosen is None else chosen
-        seen = np.zeros(f.vocab_size, bool) if seen is None else seen
-        for layer, counts in enumerate(chosen):
-            counts += np.bincount(trace.expert_ids[:, layer].ravel(), minlength=f.num_experts)
+    for trace in chain([first], parts):
+        chosen += expert_load(trace)
         seen[trace.token_ids] = True
-        found["requests"] += trace.num_requests
-        found["tokens"] += trace.num_tokens
-        found["decode_tokens"] += int((trace.phase == DECODE).sum())
-        found["prompt_tokens"] += len(trace.prompt_ids)
+        counts["requests"] += trace.num_requests
+        counts["tokens"] += trace.num_tokens
+        counts["decode_tokens"] += int((trace.phase == DECODE).sum())
+        counts["prompt_tokens"] += len(trace.prompt_ids)
         tally.add(trace)
         progress(trace.num_tokens)
-    if first is None or chosen is None or seen is None:
-        raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
     tally.check(str(path))
     files = shard_paths(path) if path.is_dir() else [path]
     return {
-        **asdict(first.fingerprint),
-        **found,
+        **asdict(f),
+        **counts,
         "distinct_tokens": int(seen.sum()),
         "left_out_tokens": tally.left_out,
         "identical_tokens": tally.identical,
@@ -131,34 +134,35 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
 
 
 def sample(path: Path, tokens: int, seed: int) -> RoutingTrace:
-    """Random requests of a trace directory with about so many routed tokens, in order; all if there are no more."""
-    header, shards = read_header(path), shard_paths(path)
-    if not shards:
-        raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-    lengths = [load_array(shard, "request_lengths") for shard in shards]
-    of_shard = np.repeat(np.arange(len(shards)), [len(one) for one in lengths])
-    chosen = np.zeros(len(of_shard), bool)
-    chosen[draw_requests(np.concatenate(lengths), tokens, seed)] = True
+    """Random requests of a trace directory with about `tokens` routed tokens, in order; all if there are no more."""
+    lengths = [load_array(shard, "request_lengths") for shard in shard_paths(path)]
+    shard_of_request = np.repeat(np.arange(len(lengths)), [len(one) for one in lengths])
+    chosen = np.zeros(len(shard_of_request), bool)
+    chosen[draw_requests(np.concatenate([np.zeros(0, np.int64), *lengths]), tokens, seed)] = True
     parts, tally = [], Tally()
-    for i, trace in enumerate(read_shards(path)):
-        parts.append(_arrays(trace.select(np.flatnonzero(chosen[of_shard == i]))))
+    for i, trace in enumerate(read_parts(path)):
+        parts.append(trace.select(np.flatnonzero(chosen[shard_of_request == i])))
         tally.add(trace)
     tally.check(str(path))
-    return join_shards(path, header.fingerprint, parts)
+    return join(parts, path)
 
 
-def open_bounded(path: Path, seed: int) -> tuple[RoutingTrace, int]:
-    """A trace and 0, or of one of more than MOST_IDS random requests with about so many, and how many tokens it has."""
+def open_bounded(path: Path, seed: int = 0) -> RoutingTrace:
+    """Open a trace; of one that has more than MOST_IDS expert ids, random requests, with a `RoutingWarning`.
+
+    Raises ValueError if no token of it was routed.
+    """
+    tokens = fit = 0
     if path.is_dir():
         f, tokens = read_header(path).fingerprint, num_tokens(path)
         fit = max(MOST_IDS // (f.num_layers * f.top_k), 1)
-        if tokens > fit:
-            return sample(path, fit, seed), tokens
-    return open_trace(path), 0
-
-
-def _arrays(trace: RoutingTrace) -> dict[str, np.ndarray]:
-    """The arrays of a shard that holds this trace."""
-    lengths = {"request_lengths": trace.request_offsets, "prompt_lengths": trace.prompt_offsets}
-    kept = {name: getattr(trace, name) for name in ("token_ids", "expert_ids", "phase", "prompt_ids")}
-    return {**kept, **{name: np.diff(offsets) for name, offsets in lengths.items()}}
+    trace = sample(path, fit, seed) if tokens > fit else open_trace(path)
+    if trace.num_tokens == 0:
+        raise ValueError(f"{path} holds no routed token")
+    if tokens > fit:
+        words = (
+            f"{path} has {tokens:,} tokens, more than are read at once: {trace.num_tokens:,} of them count, of "
+            f"{trace.num_requests:,} requests drawn by seed {seed}"
+        )
+        warnings.warn(words, RoutingWarning, stacklevel=2)
+    return trace

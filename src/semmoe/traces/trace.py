@@ -5,7 +5,7 @@ written atomically, so an interrupted profile leaves a usable trace to which a l
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from semmoe.core import DECODE, RoutingTrace
+from semmoe.core import RoutingTrace
 from semmoe.io.files import array_shape, load_arrays, load_json, save_arrays, save_json
 from semmoe.io.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz, whole_numbers
 from semmoe.topology import Fingerprint
@@ -146,18 +146,7 @@ def open_trace(path: Path | str) -> RoutingTrace:
     Tokens whose routing no router makes are left out with a `RoutingWarning`; more than 1 % are a ValueError.
     """
     path = Path(path)
-    if not path.exists():
-        raise ValueError(f"there is no trace at {path}")
-    if path.is_file():
-        if path.suffix != ".npz":
-            raise ValueError(f"{path} is neither a trace directory nor an .npz file")
-        trace = possible_part(read_npz(path))
-    else:
-        header = read_header(path)
-        shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
-        if not shards:
-            raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-        trace = join_shards(path, header.fingerprint, shards)
+    trace = join(list(read_parts(path)), path)
     Tally().add(trace).check(str(path))
     return trace
 
@@ -185,38 +174,37 @@ def read_header(path: Path) -> TraceHeader:
     return header
 
 
-def read_shards(path: Path) -> Iterator[RoutingTrace]:
-    """Read a trace directory shard by shard, for traces that are larger than memory."""
-    header = read_header(path)
-    for shard in shard_paths(path):
-        yield join_shards(shard, header.fingerprint, [load_arrays(shard, ARRAYS)])
+def read_parts(path: Path) -> Iterator[RoutingTrace]:
+    """Read a trace directory shard by shard, for traces that are larger than memory; an `.npz` file is one part."""
+    if not path.exists():
+        raise ValueError(f"there is no trace at {path}")
+    if path.is_dir():
+        fingerprint = read_header(path).fingerprint
+        for shard in shard_paths(path):
+            yield _read_shard(shard, fingerprint)
+    elif path.suffix == ".npz":
+        yield possible_part(read_npz(path))
+    else:
+        raise ValueError(f"{path} is neither a trace directory nor an .npz file")
 
 
-def join_shards(path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]]) -> RoutingTrace:
-    """The trace of shards' arrays, one after the other; path: for errors."""
+def _read_shard(path: Path, fingerprint: Fingerprint) -> RoutingTrace:
+    arrays: dict[str, Any] = load_arrays(path, ARRAYS)
     try:
-        joined = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
-        trace = RoutingTrace(
-            request_offsets=offsets_of(whole_numbers("request_lengths", joined.pop("request_lengths"))),
-            prompt_offsets=offsets_of(whole_numbers("prompt_lengths", joined.pop("prompt_lengths"))),
-            fingerprint=fingerprint,
-            left_out=0,
-            **joined,
-        )
-        return possible_part(trace)
+        for of in ("request", "prompt"):
+            arrays[f"{of}_offsets"] = offsets_of(whole_numbers(f"{of}_lengths", arrays.pop(f"{of}_lengths")))
+        return possible_part(RoutingTrace(fingerprint=fingerprint, **arrays))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def describe(trace: RoutingTrace) -> dict[str, Any]:
-    """Counts that `semmoe trace affinity` prints above its tables."""
-    return {
-        **asdict(trace.fingerprint),
-        "requests": trace.num_requests,
-        "tokens": trace.num_tokens,
-        "decode_tokens": int((trace.phase == DECODE).sum()),
-        "prompt_tokens": len(trace.prompt_ids),
-        "distinct_tokens": len(np.unique(trace.token_ids)),
-        "left_out_tokens": trace.left_out,
-        "trace_hash": trace.digest(),
-    }
+def join(parts: list[RoutingTrace], path: Path) -> RoutingTrace:
+    """The requests of the parts of the trace at `path`, one part after the other."""
+    if not parts:
+        raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
+    joined: dict[str, Any] = {"left_out": sum(part.left_out for part in parts)}
+    for name in ("token_ids", "expert_ids", "phase", "prompt_ids"):
+        joined[name] = np.concatenate([getattr(part, name) for part in parts])
+    for name in ("request_offsets", "prompt_offsets"):
+        joined[name] = offsets_of(np.concatenate([np.diff(getattr(part, name)) for part in parts]))
+    return replace(parts[0], **joined)

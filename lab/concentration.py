@@ -7,11 +7,18 @@ the published form: a token that was seen once has F1 and cumulative hotness 1 b
 from typing import Any
 
 import numpy as np
+from scipy.sparse import csr_matrix
 
 from semmoe.core import RoutingTrace
-from semmoe.traces.affinity import token_counts
+from semmoe.traces.affinity import count
 
 QUANTILES = (0.25, 0.5, 0.75)
+
+
+def token_counts(trace: RoutingTrace) -> list[csr_matrix]:
+    """The paper's T^(L): L matrices (V, E) int32, how often a token id activates an expert."""
+    f = trace.fingerprint
+    return [count(trace.token_ids, trace.expert_ids[:, l], f.vocab_size, f.num_experts) for l in range(f.num_layers)]
 
 
 def concentration(trace: RoutingTrace) -> list[dict[str, Any]]:
