@@ -34,9 +34,9 @@ from serving.claims import ROUNDS, Estimate, claim, estimate, paired_ratios
 from serving.configurations import UNPLANNED, unplanned
 from serving.network import NetworkError
 
+from lab.deepspeed import set_up
 from semmoe.cli.demo import MODEL, demo_prompts
 from semmoe.core import RoutingTrace
-from semmoe.engines.deepspeed.offline import set_up
 from semmoe.engines.transformers.generate import Configuration, GenerateResult
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record

@@ -40,7 +40,7 @@ from lab import drift
 from semmoe.cli.demo import MODEL
 from semmoe.core import Plan
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.live import client
+from semmoe.live.client import Served
 from semmoe.settings import SwapSettings
 
 CLIENTS, NEW_TOKENS, PERIOD, PARTS = 8, 16, 2.0, 12
@@ -166,7 +166,8 @@ def swapping(server: Server, plan: Path) -> Callable[[], None]:
     from semmoe.plan import load_plan
 
     loaded: Plan = load_plan(plan)
-    return lambda: print("  known:", client.swap(server.url, server.folder, loaded, SwapSettings()).state, flush=True)
+    served = Served(server.url, server.folder)
+    return lambda: print("  known:", served.swap(loaded, SwapSettings()).state, flush=True)
 
 
 def show(found: dict[str, Samples], requests: int) -> dict[str, dict[str, list[float]]]:

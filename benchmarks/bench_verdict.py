@@ -15,7 +15,7 @@ import json
 import platform
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +51,8 @@ class Job:
     scratch: str
 
 
-def measured_layers(rank: int, size: int, job: Job, report) -> None:
-    """Every layer of every plan on the first batches; rank 0 writes (plan -> samples)."""
+def measured_layers(rank: int, size: int, job: Job, report) -> dict[str, list[Sample]]:
+    """Every layer of every plan on the first batches: samples by plan, the same on each rank."""
     with world(rank, size, Path(job.scratch)) as (comm, device):
         model, found = load_model(str(MODEL)).to(device), {}
         for name, plan in job.plans.items():
@@ -62,12 +62,11 @@ def measured_layers(rank: int, size: int, job: Job, report) -> None:
             for l, chosen in own_choices(rank, plan, job):
                 experts = LocalExperts(copy.deepcopy(moe_layers(model)[l].experts), held[l])
                 layer = MeasuredLayer(comm, experts, choice[l], model.config.hidden_size, model.dtype, device)
-                samples += [asdict(layer.measure(ids, ROUNDS)) for ids in chosen]
+                samples += [layer.measure(ids, ROUNDS) for ids in chosen]
                 if rank == 0:
                     report(name, 1)
             found[name] = samples
-        if rank == 0:
-            Path(job.scratch, "samples.json").write_text(json.dumps(found))
+    return found
 
 
 def own_choices(rank: int, plan: Plan, job: Job) -> Iterator[tuple[int, list[np.ndarray]]]:
@@ -79,9 +78,7 @@ def own_choices(rank: int, plan: Plan, job: Job) -> Iterator[tuple[int, list[np.
 
 
 def measure(job: Job, ep_size: int) -> dict[str, list[Sample]]:
-    run_ranks(ep_size, measured_layers, job, lambda name, done: None, preload=["lab.calibration"])
-    found = json.loads(Path(job.scratch, "samples.json").read_text())
-    return {name: [Sample(**sample) for sample in samples] for name, samples in found.items()}
+    return run_ranks(ep_size, measured_layers, job, lambda name, done: None, preload=["lab.calibration"])[0]
 
 
 def compare(name: str, predicted: timing.LayerTime, all_reduce: float, samples: list[Sample]) -> dict:

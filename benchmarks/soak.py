@@ -50,7 +50,7 @@ from serving.server import Server, counters, make_plan, prompts, serving
 from semmoe.checkpoint.directory import config_count, read_config
 from semmoe.cli.demo import MODEL
 from semmoe.core import Plan
-from semmoe.live import client
+from semmoe.live.client import Served
 from semmoe.live.status import SwapStatus
 from semmoe.plan import load_plan
 from semmoe.settings import SwapSettings
@@ -122,7 +122,8 @@ class Swaps:
             self._asked.append(self._pool.submit(self._swap, plan, layers))
 
     def _swap(self, plan: Plan, layers: int) -> SwapStatus:
-        return client.swap(self._server.url, self._server.folder, plan, SwapSettings(layers_per_pass=layers))
+        served = Served(self._server.url, self._server.folder)
+        return served.swap(plan, SwapSettings(layers_per_pass=layers))
 
     def wait(self) -> None:
         self._pool.shutdown()

@@ -11,7 +11,6 @@ Where ranks' links differ, the speed of every pair is measured too (`pairs`); th
 factor.
 """
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -100,9 +99,8 @@ def calibrate(
         raise ValueError(f"links join ranks: ep_size must be at least 2, not {ep_size}")
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model, scratch, pairs)
-        run_ranks(ep_size, _rank_main, job, lambda what, done: progress(done), preload=[__name__], prepare=prepare)
-        found = json.loads(Path(scratch, "found.json").read_text())
-    return _calibration(found, Topology(ep_size=ep_size), name)
+        results = run_ranks(ep_size, _rank_main, job, lambda _, n: progress(n), preload=[__name__], prepare=prepare)
+    return _calibration(results[0], Topology(ep_size=ep_size), name)
 
 
 def _calibration(found: dict[str, Any], topology: Topology, name: str) -> Calibration:
@@ -186,12 +184,10 @@ def _lines(series: list[tuple[np.ndarray, np.ndarray]]) -> tuple[list[float], fl
     return intercepts, max(slope, 1e-15)
 
 
-def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
+def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> dict[str, Any]:
     with world(rank, size, Path(job.scratch)) as (comm, device):
         told = (lambda sizes: report("measuring", sizes)) if rank == 0 else (lambda sizes: None)
-        found = _measure_all(comm, device, job.model, job.pairs, told)
-        if rank == 0:
-            Path(job.scratch, "found.json").write_text(json.dumps(found))
+        return _measure_all(comm, device, job.model, job.pairs, told)
 
 
 def _measure_all(

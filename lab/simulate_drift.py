@@ -33,9 +33,10 @@ from semmoe.evaluation.online import live_settings, start
 from semmoe.live import watch
 from semmoe.live.adapt import Adapter
 from semmoe.live.solving import Found, find
+from semmoe.live.status import SwapStatus, plan_number
 from semmoe.plan import load_plan
 from semmoe.requests.scheduler import RequestScheduler
-from semmoe.settings import AdaptSettings
+from semmoe.settings import AdaptSettings, SwapSettings
 from semmoe.traces.trace import save_trace
 
 RUNNING, PARTS, ATTENTION = 8, 12, "dp"
@@ -63,11 +64,12 @@ class Simulated:
         self.scheduler = scheduler_of(self.plan)
         self.pairs = local_pairs(self.trace, self.plan)
 
-    def swap(self, plan: Plan) -> None:
+    def swap(self, plan: Plan, settings: SwapSettings) -> SwapStatus:
         before, self.plan = self.scheduler, plan
         self.scheduler = scheduler_of(plan)
         self.scheduler.follow(before)
         self.pairs = local_pairs(self.trace, plan)
+        return SwapStatus(rank=0, plan=plan_number(plan), state="done")
 
     def sleep(self, seconds: float) -> None:
         """Let time pass; what ends meanwhile is counted."""
@@ -78,7 +80,7 @@ class Simulated:
     def _one(self) -> None:
         r = len(self.local)
         if r in self.at:
-            self.swap(self.at[r])
+            self.swap(self.at[r], SwapSettings())
         while len(self.running) >= RUNNING:
             self.scheduler.finish(self.running.pop(self.rng.integers(len(self.running))), 0.0)
         self.running.append(self.scheduler.admit([self.trace.prompt(r)])[0])

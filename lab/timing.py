@@ -6,7 +6,6 @@ round; a ratio is the median over rounds of the slowest rank's times, with its 9
 dispatch + combine where a share of the rows stays, with the all-reduce of the same rows next to it.
 """
 
-import json
 import os
 import statistics
 import tempfile
@@ -140,7 +139,7 @@ def share_times(comm: Communicator, size: int, share: float, rounds: int) -> dic
     return {"share": share, "bytes": size, "ranks": comm.size, "us": us}
 
 
-def rank_main(rank: int, size: int, job: Job, report: Reporter) -> None:
+def rank_main(rank: int, size: int, job: Job, report: Reporter) -> dict[str, list[dict]]:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(Path(job.scratch) / f"store-{size}"), size)
@@ -150,10 +149,9 @@ def rank_main(rank: int, size: int, job: Job, report: Reporter) -> None:
         "pair": [pair_times(comm, bytes_, job.rounds) for bytes_ in job.sizes],
         "share": [share_times(comm, job.share_bytes, share, job.rounds) for share in job.shares],
     }
-    if rank == 0:
-        Path(job.scratch, f"{size}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
+    return results
 
 
 def measure(
@@ -169,8 +167,8 @@ def measure(
     `run_ranks`, what puts a process into the network that `network` names."""
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(tuple(sizes), tuple(shares), share_bytes, rounds, scratch)
-        run_ranks(size, rank_main, job, lambda what, done: None, preload=["semmoe.runtime.dispatch"], prepare=prepare)
-        found = json.loads(Path(scratch, f"{size}.json").read_text())
+        preload = ["semmoe.runtime.dispatch"]
+        found = run_ranks(size, rank_main, job, lambda what, done: None, preload=preload, prepare=prepare)[0]
     for row in found["pair"] + found["share"]:
         row["network"] = network
     return found

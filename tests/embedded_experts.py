@@ -13,8 +13,8 @@ from torch import Tensor
 
 from semmoe.core import Plan
 from semmoe.engines.transformers.parallel import ParallelModel
+from semmoe.runtime.copies import rank_copies
 from semmoe.runtime.shuffler import Shuffler
-from semmoe.tokens.copychoice import copy_choice
 
 
 class LiveExperts:
@@ -59,11 +59,11 @@ class LiveExperts:
     def commit(self, layers: Sequence[int]) -> None:
         """Which experts this rank has, and which copies it uses, of these layers."""
         placement, model = self._next.placement, self._model
-        choice = copy_choice(placement, model.plan.topology)
-        held = placement.physical_to_logical_map.reshape(len(choice), model.comm.size, -1)
+        copies = rank_copies(self._next, model.comm.rank)
+        held = placement.physical_to_logical_map.reshape(len(copies), model.comm.size, -1)
         for layer in layers:
             model.experts[layer].hold(held[layer, model.comm.rank])
-            model.choice[layer] = choice[layer]
+            model.copies[layer] = copies[layer]
 
     def finish(self) -> None:
         """The token tables."""

@@ -222,7 +222,7 @@ def test_counted_traffic_follows_its_closed_forms(qwen):
 def rank_without_unshuffle(rank, size, job, report):
     """A fault: rows come back from the all-gather in slice order instead of token order."""
     layer.shuffled_all_gather = lambda comm, columns, handle: comm.all_gather(columns)
-    gen._rank_main(rank, size, job, report)
+    return gen._rank_main(rank, size, job, report)
 
 
 def rank_with_swapped_experts(rank, size, job, report):
@@ -234,7 +234,7 @@ def rank_with_swapped_experts(rank, size, job, report):
         self._local_id = torch.where(self._local_id >= 0, len(ids) - 1 - self._local_id, -1)
 
     parallel.LocalExperts.__init__ = swapped
-    gen._rank_main(rank, size, job, report)
+    return gen._rank_main(rank, size, job, report)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_negative_control_a_fault_is_seen(fault, attentions, qwen, monkeypatch):
 def rank_that_dies(rank, size, job, report):
     if rank == 1:
         raise SystemExit(7)
-    gen._rank_main(rank, size, job, report)
+    return gen._rank_main(rank, size, job, report)
 
 
 def test_a_rank_that_dies_ends_the_run_with_one_clear_error(checkpoints, tmp_path, monkeypatch):
@@ -272,7 +272,7 @@ def test_a_rank_that_dies_ends_the_run_with_one_clear_error(checkpoints, tmp_pat
 def rank_that_fails(rank, size, job, report):
     if rank == 0:
         raise RuntimeError("out of luck\nand more")
-    gen._rank_main(rank, size, job, report)
+    return gen._rank_main(rank, size, job, report)
 
 
 def test_the_first_failure_of_a_rank_is_the_one_that_is_reported(checkpoints, monkeypatch, caplog):

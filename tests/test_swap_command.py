@@ -11,7 +11,7 @@ from synthetic import make_fingerprint
 from typer.testing import CliRunner
 
 from semmoe.cli import app
-from semmoe.live import client
+from semmoe.live.client import Served, ServerError
 from semmoe.live.status import SwapStatus, plan_name, plan_number, read_status, stage, staged, write_status
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import load_plan, save_plan
@@ -146,7 +146,7 @@ def test_a_swap_is_over_when_its_last_rank_says_so(folder, obedient, last, told)
 
     end(0, "done", 0.2)
     end(1, last, 0.8)
-    found = client.swap_sglang(obedient, control, number, SwapSettings(timeout=20), schedules=False)
+    found = Served(obedient, control).swap_sglang(number, SwapSettings(timeout=20), schedules=False)
     assert (found.rank, found.state) == (told, last)
     assert read_status(control, 1).state == last
     for timer in timers:
@@ -158,6 +158,6 @@ def test_a_swap_that_does_not_end_names_the_ranks_it_waits_for(folder, obedient)
     late = threading.Timer(0.2, write_status, (control, SwapStatus(rank=0, plan=number, swaps=1, state="done")))
     write_status(control, SwapStatus(rank=1, plan=number, swaps=1, state="moving"))
     late.start()
-    with pytest.raises(client.ServerError, match="within 1 s; rank 0 is done, rank 1 is moving"):
-        client.swap_sglang(obedient, control, number, SwapSettings(timeout=1), schedules=False)
+    with pytest.raises(ServerError, match="within 1 s; rank 0 is done, rank 1 is moving"):
+        Served(obedient, control).swap_sglang(number, SwapSettings(timeout=1), schedules=False)
     late.join()

@@ -21,7 +21,7 @@ import aiohttp
 from load import stream
 
 from semmoe.core import Plan
-from semmoe.live import client
+from semmoe.live.client import Served
 from semmoe.plan import load_plan
 from semmoe.settings import SwapSettings
 
@@ -29,7 +29,7 @@ from semmoe.settings import SwapSettings
 async def swap(job: dict[str, Any], plan: Plan, start: float) -> dict[str, Any]:
     await asyncio.sleep(job["at"])
     asked, settings = time.perf_counter() - start, SwapSettings(layers_per_pass=job["layers"])
-    status = await asyncio.to_thread(client.swap, job["url"], Path(job["folder"]), plan, settings)
+    status = await asyncio.to_thread(Served(job["url"], Path(job["folder"])).swap, plan, settings)
     return {"asked": asked, "ended": time.perf_counter() - start, "status": status.model_dump()}
 
 

@@ -28,7 +28,8 @@ from waiting import eventually
 from semmoe.cli import main
 from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers import verify
-from semmoe.live import client, watch
+from semmoe.live import watch
+from semmoe.live.client import Served
 from semmoe.live.status import plan_number, read_statuses
 from semmoe.plan import load_plan
 from semmoe.settings import SwapSettings
@@ -338,7 +339,7 @@ class Clients:
 def swap(server, plan, layers=0):
     """What rank 0 says at the end; every rank of this node says the same."""
     settings = SwapSettings(layers_per_pass=layers)
-    status = client.swap(server.url, server.control, load_plan(plan), settings)
+    status = Served(server.url, server.control).swap(load_plan(plan), settings)
     assert status.state == "done", (status, server.log[-3000:])
     assert {one.plan for one in read_statuses(server.control)} == {plan_number(load_plan(plan))}
     return status
@@ -346,9 +347,9 @@ def swap(server, plan, layers=0):
 
 def check_one_at_a_time(server, plans):
     """Of two swaps that are asked for at the same time one is done, and the other refused."""
-    settings = SwapSettings(layers_per_pass=1)
+    settings, served = SwapSettings(layers_per_pass=1), Served(server.url, server.control)
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(client.swap, server.url, server.control, load_plan(path), settings) for path in plans[:2]]
+        asked = [pool.submit(served.swap, load_plan(path), settings) for path in plans[:2]]
         ended = [one.exception() or one.result().state for one in asked]
     assert "done" in ended, ended
     (refused,) = [one for one in ended if one != "done"]

@@ -9,7 +9,7 @@ numbers is refused by name: a relabelling that is nearly right is wrong.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,13 +43,16 @@ class MoeLayer:
         """Names of tensors whose leading dimension counts experts."""
         return self.packed + list(self.gate.values())
 
-    @property
-    def by_name(self) -> list[str]:
-        """Names of the tensors that each belong to a single expert."""
-        return [self.expert_tensor(expert, part) for expert, parts in self.parts.items() for part in parts]
-
     def expert_tensor(self, expert: int, part: str) -> str:
         return f"{self.prefix}experts.{expert}.{part}"
+
+    def pieces(self, tensors: dict[str, Tensor], expert: int, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yield, by name, all that a checkpoint stores of one expert; not `whole`: its rows of the router alone."""
+        for name in self.by_row if whole else self.gate.values():
+            yield f"row {expert} of {name}", tensors[name].row(expert)
+        for part in sorted(self.parts.get(expert, ())) if whole else ():
+            name = self.expert_tensor(expert, part)
+            yield name, tensors[name]
 
 
 def decoder_layers(model: Path) -> tuple[list[int], int]:

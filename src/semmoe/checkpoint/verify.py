@@ -23,14 +23,12 @@ def verify(old: Checkpoint, new: Checkpoint, orders: np.ndarray, stage: Stage) -
     layers = _same_layers(old, new, orders.shape[1])
     last = len(layers) - 1
     sample = sorted({0, len(layers) // 2, last} if last > SAMPLED_LAYERS else range(len(layers)))
-    names = [name for i in sample for name in [*layers[i].packed, *layers[i].by_name]]
-    names += [name for layer in layers for name in layer.gate.values()]
-    progress = stage("verifying", sum(old.tensors[name].nbytes for name in names))
+    experts = range(orders.shape[1])
+    compared = (layer.pieces(old.tensors, e, i in sample) for i, layer in enumerate(layers) for e in experts)
+    progress = stage("verifying", sum(piece.nbytes for pieces in compared for _, piece in pieces))
     for i, (layer, order) in enumerate(zip(layers, orders, strict=True)):
         _check_tables(old, new, layer, order)
-        _check_rows(old, new, layer.by_row if i in sample else list(layer.gate.values()), order, progress)
-        if i in sample:
-            _check_experts(old, new, layer, order, progress)
+        _check_experts(old, new, layer, order, i in sample, progress)
     return [layers[i].index for i in sample]
 
 
@@ -40,10 +38,12 @@ def _same_layers(old: Checkpoint, new: Checkpoint, num_experts: int) -> list[Moe
     same = layers == find_moe_layers(new, num_experts)
     _expect(same and old.tensors.keys() == new.tensors.keys(), "the tensors have other names")
     _expect(old.config == new.config, "config.json differs")
-    renumbered = {name for layer in layers for name in layer.by_name}
-    for name, tensor in old.tensors.items():
-        kind = (tensor.dtype, tensor.shape) == (new.tensors[name].dtype, new.tensors[name].shape)
-        _expect(kind or name in renumbered, f"{name} has another type or shape")
+    renumbered = {
+        layer.expert_tensor(e, part) for layer in layers for e, parts in layer.parts.items() for part in parts
+    }
+    for name in old.tensors.keys() - renumbered:
+        a, b = old.tensors[name], new.tensors[name]
+        _expect((a.dtype, a.shape) == (b.dtype, b.shape), f"{name} has another type or shape")
     return layers
 
 
@@ -56,21 +56,14 @@ def _check_tables(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.n
         _expect(same, f"{name} sends token ids to other experts")
 
 
-def _check_rows(old: Checkpoint, new: Checkpoint, names: list[str], order: np.ndarray, progress: Progress) -> None:
-    """In each tensor, row p must have the bytes of the old row order[p]."""
-    for name in names:
-        for p, e in enumerate(order.tolist()):
-            same = same_bytes(old.tensors[name].row(e), new.tensors[name].row(p), progress)
-            _expect(same, f"row {p} of {name} is not the old expert {e}")
-
-
-def _check_experts(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray, progress: Progress) -> None:
-    """Each tensor of expert p must have the bytes of the old expert order[p]."""
+def _check_experts(
+    old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray, whole: bool, progress: Progress
+) -> None:
+    """Each piece of expert p must have the bytes of the old expert order[p]; not `whole`: the router's rows alone."""
     for p, e in enumerate(order.tolist()):
-        for part in sorted(layer.parts.get(e, ())):
-            name = layer.expert_tensor(p, part)
-            same = same_bytes(old.tensors[layer.expert_tensor(e, part)], new.tensors[name], progress)
-            _expect(same, f"{name} is not the old expert {e}")
+        expected = layer.pieces(old.tensors, e, whole)
+        for (name, piece), (_, before) in zip(layer.pieces(new.tensors, p, whole), expected, strict=True):
+            _expect(same_bytes(before, piece, progress), f"{name} is not the old expert {e}")
 
 
 def _expect(condition: bool, difference: str) -> None:

@@ -35,7 +35,7 @@ def swap(
     Examples: `semmoe swap http://127.0.0.1:30000 --plan new` and
     `semmoe swap http://127.0.0.1:30000 --plan new --layers-per-pass 4 --json`
     """
-    from semmoe.live.client import swap as swap_plan
+    from semmoe.live.client import Served
     from semmoe.live.status import plan_name, plan_number, stage
     from semmoe.plan import load_plan
 
@@ -49,7 +49,7 @@ def swap(
         console.say(f"plan {name} is staged in {folder}")
     else:
         with console.err.status("swapping"):
-            status = swap_plan(url, folder, loaded, settings, client)
+            status = Served(url, folder, client).swap(loaded, settings)
         _tell(plan_number(loaded), status, folder, as_json)
 
 

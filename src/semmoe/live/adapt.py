@@ -13,7 +13,7 @@ from semmoe.live import watch
 from semmoe.live.client import Served
 from semmoe.live.solving import PARTS, Found
 from semmoe.plan import load_plan, save_plan
-from semmoe.settings import AdaptSettings
+from semmoe.settings import AdaptSettings, SwapSettings
 
 LOOKS_PER_WINDOW = 12
 REST_WINDOWS = 2  # between two solves on drift
@@ -148,6 +148,8 @@ class Adapter:
         return decision
 
     def _serve(self, plan: Plan) -> None:
-        self.server.swap(plan)
+        status = self.server.swap(plan, SwapSettings())
+        if status.state != "done":
+            raise RuntimeError(f"the swap was {status.state}: {status.reason}")
         self.plan = plan
         self._looks = deque([self.server.look()])

@@ -33,7 +33,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Served:
-    """A running server, as `semmoe adapt` uses it. folder: its control folder; client: how it is asked."""
+    """A running server. folder: its control folder; client: how it is asked."""
 
     url: str
     folder: Path
@@ -63,45 +63,85 @@ class Served:
                 return
             time.sleep(COUNT_POLL)
 
-    def swap(self, plan: Plan) -> None:
-        """Swap. Raises ValueError or RuntimeError if the plan is not served then."""
-        status = swap(self.url, self.folder, plan, SwapSettings(), self.client)
-        if status.state != "done":
-            raise ServerError(f"the swap was {status.state}: {status.reason}")
+    def swap(self, plan: Plan, settings: SwapSettings) -> SwapStatus:
+        """Stage a plan and have the server swap to it; what rank 0 says at the end.
 
+        Raises ValueError or ServerError.
+        """
+        look = self.look()
+        engine = watch.view(look, look).active.get("engine", "")  # with its version
+        number = stage(plan, self.folder)
+        if engine.startswith("vllm"):
+            order = {"number": number, "layers_per_pass": settings.layers_per_pass}
+            return SwapStatus.model_validate(self._call(VLLM_PATH, order, settings.timeout))
+        if engine.startswith("sglang"):
+            return self.swap_sglang(number, settings, plan.requests.by_tables)
+        raise ValueError(f"{self.url} is served by {engine or 'an unknown engine'}, whose plan cannot be swapped")
 
-def swap(url: str, folder: Path, plan: Plan, settings: SwapSettings, client: Client = PLAIN) -> SwapStatus:
-    """Stage a plan and have the server swap to it; what rank 0 says at the end. Raises ValueError or ServerError.
+    def swap_sglang(self, number: int, settings: SwapSettings, schedules: bool) -> SwapStatus:
+        """Have SGLang swap to a staged plan; schedules: requests are assigned by plans, and follow the experts."""
+        found = read_status(self.folder)
+        if not found.plan:
+            raise ServerError(found.reason)
+        self._order({sglang.LAYERS: settings.layers_per_pass, sglang.SWAP: number})
+        status = self._ended(found.swaps, settings.timeout)
+        if status.state == "done" and schedules:
+            self._order({sglang.REQUESTS: number})
+        return status
 
-    folder: the server's control folder.
-    """
-    engine = engine_of(url, client)
-    number = stage(plan, folder)
-    if engine.startswith("vllm"):
-        order = {"number": number, "layers_per_pass": settings.layers_per_pass}
-        return SwapStatus.model_validate(call(url + VLLM_PATH, order, client, settings.timeout))
-    if engine.startswith("sglang"):
-        return swap_sglang(url, folder, number, settings, plan.requests.by_tables, client)
-    raise ValueError(f"{url} is served by {engine or 'an unknown engine'}, whose plan cannot be swapped")
+    def _ended(self, before: int, timeout: float) -> SwapStatus:
+        """What rank 0 says when a swap has ended on all ranks of this node, or the one that failed.
 
+        before: the number of swaps until then. Steps follow passes. A server that has no request is given some of one
+        token, which it takes a second to answer.
+        """
+        end, passes = time.monotonic() + timeout, ThreadPoolExecutor(1)
+        asked: Future[None] | None = None
+        try:
+            while time.monotonic() < end:
+                ranks = read_statuses(self.folder)
+                ended = [rank for rank in ranks if rank.swaps > before and rank.state in ENDED]
+                failed = [rank for rank in ended if rank.state == "failed"]
+                if failed or len(ended) == len(ranks):
+                    return (failed or ended)[0]
+                if asked is None or asked.done():
+                    if asked is not None:
+                        asked.result()
+                    asked = passes.submit(self._run_a_pass)
+                time.sleep(POLL)
+        finally:
+            passes.shutdown(wait=False, cancel_futures=True)
+        states = ", ".join(f"rank {rank.rank} is {rank.state}" for rank in read_statuses(self.folder))
+        raise ServerError(f"the swap did not end within {timeout:g} s; {states}")
 
-def engine_of(url: str, client: Client) -> str:
-    """The engine and its version, as the server's own counters name it."""
-    look = watch.look([url], 0.0, client)
-    return watch.view(look, look).active.get("engine", "")
+    def _run_a_pass(self) -> None:
+        """Have the server run a pass; it may be too busy to answer. Raises ServerError if it has ended."""
+        try:
+            self.client.read(self.url + PASS_PATH, ANSWER)
+        except URLError as error:
+            if isinstance(error.reason, ConnectionRefusedError):
+                why = supervisor.reported(self.folder)
+                raise ServerError(f"the server has ended{': ' + why if why else ''}") from None
+        except (OSError, HTTPException):
+            return
 
+    def _order(self, values: dict[str, int]) -> None:
+        answers = self._call("/set_internal_state", {"server_args": values}, ANSWER)
+        if not (isinstance(answers, list) and answers and all(answers)):
+            name = plan_name(values.get(sglang.SWAP, values.get(sglang.REQUESTS, 1)))
+            raise ServerError(f"the server refused to swap to plan {name} now: is another swap not over? See its log")
 
-def call(url: str, body: dict[str, Any] | None, client: Client, seconds: float) -> Any:
-    """The JSON that a server answers to a POST of `body`, or to a GET. Raises ServerError with its words."""
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        return json.loads(client.read(url, seconds, data) or b"null")
-    except HTTPError as error:
-        raise ServerError(client.hide(_words(error))) from None
-    except (OSError, HTTPException) as error:
-        raise ServerError(f"{url} does not answer: {client.reason(error)}") from None
-    except ValueError:
-        raise ServerError(f"{url} does not answer with JSON") from None
+    def _call(self, path: str, body: dict[str, Any], seconds: float) -> Any:
+        """The JSON that the server answers to a POST of `body`. Raises ServerError with its words."""
+        url = self.url + path
+        try:
+            return json.loads(self.client.read(url, seconds, json.dumps(body).encode()) or b"null")
+        except HTTPError as error:
+            raise ServerError(self.client.hide(_words(error))) from None
+        except (OSError, HTTPException) as error:
+            raise ServerError(f"{url} does not answer: {self.client.reason(error)}") from None
+        except ValueError:
+            raise ServerError(f"{url} does not answer with JSON") from None
 
 
 def _words(error: HTTPError) -> str:
@@ -111,62 +151,3 @@ def _words(error: HTTPError) -> str:
         return str(json.loads(text)["detail"])
     except (ValueError, KeyError, TypeError):
         return f"{error.url} answers {error.code}: {text[:200] or error.reason}"
-
-
-def swap_sglang(
-    url: str, folder: Path, number: int, settings: SwapSettings, schedules: bool, client: Client = PLAIN
-) -> SwapStatus:
-    """Have SGLang swap to a staged plan; schedules: requests are assigned by plans, and follow when experts have."""
-    found = read_status(folder)
-    if not found.plan:
-        raise ServerError(found.reason)
-    _order(url, {sglang.LAYERS: settings.layers_per_pass, sglang.SWAP: number}, client)
-    status = _ended(url, folder, found.swaps, settings.timeout, client)
-    if status.state == "done" and schedules:
-        _order(url, {sglang.REQUESTS: number}, client)
-    return status
-
-
-def _ended(url: str, folder: Path, before: int, timeout: float, client: Client) -> SwapStatus:
-    """What rank 0 says when a swap has ended on all ranks of this node, or the one that failed.
-
-    before: the number of swaps until then. Steps follow passes. A server that has no request is given some of one
-    token, which it takes a second to answer.
-    """
-    end, passes = time.monotonic() + timeout, ThreadPoolExecutor(1)
-    asked: Future[None] | None = None
-    try:
-        while time.monotonic() < end:
-            ranks = read_statuses(folder)
-            ended = [rank for rank in ranks if rank.swaps > before and rank.state in ENDED]
-            failed = [rank for rank in ended if rank.state == "failed"]
-            if failed or len(ended) == len(ranks):
-                return (failed or ended)[0]
-            if asked is None or asked.done():
-                if asked is not None:
-                    asked.result()
-                asked = passes.submit(run_a_pass, url, folder, client)
-            time.sleep(POLL)
-    finally:
-        passes.shutdown(wait=False, cancel_futures=True)
-    states = ", ".join(f"rank {rank.rank} is {rank.state}" for rank in read_statuses(folder))
-    raise ServerError(f"the swap did not end within {timeout:g} s; {states}")
-
-
-def run_a_pass(url: str, folder: Path, client: Client) -> None:
-    """Have a server run a pass; it may be too busy to answer. Raises ServerError if it has ended."""
-    try:
-        client.read(url + PASS_PATH, ANSWER)
-    except URLError as error:
-        if isinstance(error.reason, ConnectionRefusedError):
-            why = supervisor.reported(folder)
-            raise ServerError(f"the server has ended{': ' + why if why else ''}") from None
-    except (OSError, HTTPException):
-        return
-
-
-def _order(url: str, values: dict[str, int], client: Client) -> None:
-    answers = call(url + "/set_internal_state", {"server_args": values}, client, ANSWER)
-    if not (isinstance(answers, list) and answers and all(answers)):
-        name = plan_name(values.get(sglang.SWAP, values.get(sglang.REQUESTS, 1)))
-        raise ServerError(f"the server refused to swap to plan {name} now: is another swap not over? See its log")

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,7 +29,6 @@ from semmoe.live.canary import by_expert, check_slots, checksums, of_all_slots
 from semmoe.live.status import SwapStatus, plan_name, plan_number, stage, staged, write_status
 
 log = logging.getLogger(__name__)
-REASON_BYTES = 400  # of a vote
 WAITING, READY, NO = range(3)
 
 
@@ -144,7 +142,8 @@ class Swapper:
 
     def _agreed(self) -> bool:
         """Whether all ranks are ready for the same plan, so that layers move now."""
-        votes = gather_votes(self._group, self._vote, self.status.asked, self._why)
+        votes = [(self._vote, self.status.asked, self._why)] * dist.get_world_size(self._group)
+        dist.all_gather_object(votes, votes[0], group=self._group)
         refusals = [f"rank {rank}: {why}" for rank, (vote, _, why) in enumerate(votes) if vote == NO]
         numbers = {number for _, number, _ in votes}
         if len(numbers) > 1:
@@ -285,19 +284,6 @@ def check_fits(new: Plan, old: Plan) -> None:
         if tables[0] != tables[1]:
             does = "shuffles" if what == "tokens" else "schedules"
             raise ValueError(f"one of the plans {does} {what}, and the other does not")
-
-
-def gather_votes(group: Any, vote: int, number: int, why: str) -> list[tuple[int, int, str]]:
-    """Vote, plan number and reason of every rank of a process group of the CPU."""
-    text = why.encode()[:REASON_BYTES]
-    own = torch.zeros(2, dtype=torch.int64), torch.zeros(REASON_BYTES, dtype=torch.uint8)
-    own[0][:] = torch.tensor([vote, number])
-    own[1][: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    numbers, reasons = ([torch.empty_like(part) for _ in range(dist.get_world_size(group))] for part in own)
-    dist.all_gather(numbers, own[0], group=group)
-    dist.all_gather(reasons, own[1], group=group)
-    texts = [bytes(reason.tolist()).rstrip(b"\0").decode(errors="replace") for reason in reasons]
-    return [(int(one[0]), int(one[1]), text) for one, text in zip(numbers, texts, strict=True)]
 
 
 def _line(error: BaseException) -> str:

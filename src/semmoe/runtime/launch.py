@@ -4,6 +4,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -17,13 +18,13 @@ Reporter = Callable[[str, int], None]  # (name of the task, how many more units 
 
 def run_ranks(
     size: int,
-    target: Callable[..., None],
+    target: Callable[..., Any],
     job: Any,
     progress: Reporter,
     preload: Sequence[str] = (),
     prepare: Callable[[int], None] | None = None,
-) -> None:
-    """Run `target(rank, size, job, report)` in `size` processes until all are done.
+) -> list[Any]:
+    """Run `target(rank, size, job, report)` in `size` processes; return what each returned, by rank.
 
     `report` in a rank calls `progress` in this process. The first failure ends every rank and raises ValueError if a
     rank raised one, else RuntimeError naming the rank. preload: modules imported once, before ranks are forked.
@@ -39,7 +40,7 @@ def run_ranks(
         for process in ranks:
             process.start()
             started.append(process)
-        _watch(ranks, messages, progress)
+        return _watch(ranks, messages, progress)
     except KeyboardInterrupt:
         _end_forkserver()
         raise
@@ -59,36 +60,38 @@ def _end_forkserver() -> None:
         server._stop()
 
 
-def _run(target: Callable[..., None], rank: int, size: int, job: Any, messages: Any, prepare: Any) -> None:
+def _run(target: Callable[..., Any], rank: int, size: int, job: Any, messages: Any, prepare: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
     try:
         if prepare is not None:
             prepare(rank)
-        target(rank, size, job, lambda what, done: messages.put(("progress", what, done)))
-        messages.put(("done", "", rank))
+        result = target(rank, size, job, lambda what, done: messages.put(("progress", what, done)))
+        # as bytes: tensors in a message would be shared with a process that has ended when they are read
+        messages.put(("done", pickle.dumps(result), rank))
     except ValueError as error:
         messages.put(("invalid", str(error), rank))
     except Exception as error:
         messages.put(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}", rank))
 
 
-def _watch(ranks: list[Any], messages: Any, progress: Reporter) -> None:
-    done = 0
-    while done < len(ranks):
+def _watch(ranks: list[Any], messages: Any, progress: Reporter) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(ranks):
         died = [r for r, process in enumerate(ranks) if process.exitcode not in (None, 0)]
         if messages.empty():
             if died:
                 raise RuntimeError(f"rank {died[0]} ended with exit code {ranks[died[0]].exitcode}")
             time.sleep(0.02)
             continue
-        kind, text, value = messages.get()
+        kind, content, value = messages.get()
         if kind == "progress":
-            progress(text, value)
+            progress(content, value)
         elif kind == "invalid":
-            raise ValueError(text)
+            raise ValueError(content)
         elif kind == "failed":
-            summary, details = text.split("\n", 1)
+            summary, details = content.split("\n", 1)
             log.error("rank %d: %s", value, details)
             raise RuntimeError(f"rank {value} failed: {summary}")
         else:
-            done += 1
+            results[value] = pickle.loads(content)
+    return [results[rank] for rank in range(len(ranks))]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from models import build
 
+from lab import deepspeed as offline
 from semmoe.cli.demo import MODEL
-from semmoe.engines.deepspeed import offline
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import verify
 from semmoe.engines.transformers.batch import left_pad
@@ -54,7 +54,7 @@ def attach(model, chosen, comm, shuffle, fault=None):
 
 def two_experts_swapped(planned):
     """The router looks one expert up in another's place, and the other way round, at every layer."""
-    for copies in planned._copies:
+    for copies in planned.copies:
         for table in (copies.ranks, copies.physical, copies.preferred):
             table[[0, 1]] = table[[1, 0]]
 

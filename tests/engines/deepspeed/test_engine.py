@@ -42,8 +42,8 @@ def plan(model, texts, tmp_path_factory):
 def refusals(comm, plan):
     from deepspeed import comm as ds
 
+    from lab import deepspeed as offline
     from semmoe.engines import deepspeed as adaptor
-    from semmoe.engines.deepspeed import offline
 
     def said(call):
         try:
@@ -78,7 +78,8 @@ def test_what_does_not_fit_is_said(plan, tmp_path):
 
 
 def generated(comm, plan, prompt, shuffle):
-    from semmoe.engines.deepspeed import apply_plan, offline
+    from lab import deepspeed as offline
+    from semmoe.engines.deepspeed import apply_plan
 
     engine = offline.initialize(load_model(str(MODEL)), plan)
     planned = apply_plan(engine, plan, shuffle=shuffle)
@@ -122,8 +123,9 @@ def test_the_example_of_the_docs_runs_as_users_start_it(plan, prompts, reference
 def legacy(comm, top_k):
     from deepspeed.moe.layer import MoE
 
+    from lab import deepspeed as offline
     from semmoe.core import Placement
-    from semmoe.engines.deepspeed import offline, uneven_all_to_all
+    from semmoe.engines.deepspeed import uneven_all_to_all
     from semmoe.engines.deepspeed.traffic import collectives
 
     offline.join()

@@ -3,8 +3,8 @@
 import pytest
 from test_autoep import SETTINGS, TOPOLOGIES, topology
 
+from lab.deepspeed import set_up
 from semmoe.cli.demo import MODEL
-from semmoe.engines.deepspeed.offline import set_up
 from semmoe.engines.transformers.generate import generate
 from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan

@@ -10,7 +10,6 @@ reduce-scatter; a shuffled all-gather ends the layer. `off`: DeepSpeed's own imp
 fewer rows than the plan's `shuffle_from`.
 """
 
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,11 +28,9 @@ from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
 from semmoe.engines.transformers.config import architecture_hash
 from semmoe.engines.transformers.model import decoder_layers
-from semmoe.engines.transformers.planned import Costs, PlannedModel, check_layout
+from semmoe.engines.transformers.planned import PlannedModel, check_layout
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.copies import rank_copies
-from semmoe.runtime.traffic import TrafficCounter
 
 SHUFFLES = ("predicted", "off")
 NOT_SAVED = ("save_checkpoint", "save_16bit_model")
@@ -100,13 +97,12 @@ class AutoEPModel(PlannedModel):
     def __init__(self, model: PreTrainedModel, plan: Plan, layers: list[Any], shuffle: str) -> None:
         served = replace(plan, shuffle_from=NEVER) if shuffle == "off" else plan
         super().__init__(model, served, *_communicators(layers[0]))
-        comm, device = self.comm, model.device
+        comm = self.comm
+        self._comms.append(collectives())
         self._layers, alone = layers, self.attention_comm.size == 1
         # folded AutoEP divides each physical expert's tokens among the ranks of a group, which must agree on them
         static = replace(plan, placement=replace(plan.placement, copy_choice="static"))
-        self._copies, self._own_copies = (
-            [copies.to(device) for copies in rank_copies(one, comm.rank)] for one in (plan, static)
-        )
+        self._own_copies = self._copies_for(static, comm.rank)
         self._held = plan.placement.physical_to_logical_map.reshape(len(layers), comm.size, -1)  # (L, G, P / G)
         self._routers = [layer.router.forward for layer in layers]
         self._told = False  # whether `begin` has announced the next forward
@@ -154,8 +150,7 @@ class AutoEPModel(PlannedModel):
 
     @property
     def traffic(self) -> list[Traffic]:
-        found = [counter.traffic() for counter in self._counters]
-        return [replace(one, tokens=tokens) for one, tokens in zip(found, self._tokens, strict=True)]
+        return [replace(one, tokens=tokens) for one, tokens in zip(super().traffic, self._tokens, strict=True)]
 
     def begin(self, ids: Tensor, real: Tensor, prefill: bool) -> None:
         super().begin(ids, real, prefill)
@@ -181,7 +176,7 @@ class AutoEPModel(PlannedModel):
         """Replaces the router's forward: (T, H) -> weights (T, K), physical ids (T, K), tokens per expert (P,)."""
         weights, experts = self._routers[index](hidden, expert_bias)[:2]
         self.rows.observe(experts, weights)
-        placed = (self._own_copies if self._folded else self._copies)[index].to_physical(experts)
+        placed = (self._own_copies if self._folded else self.copies)[index].to_physical(experts)
         self._count(index, placed)
         return weights, placed, count_tokens_per_expert(placed, self._held[index].size)
 
@@ -196,16 +191,7 @@ class AutoEPModel(PlannedModel):
 
     def reset_counts(self) -> None:
         super().reset_counts()
-        comm, seen = self.comm, collectives()
-        self._counters = [TrafficCounter(comm.size, comm.rank, self.model.device) for _ in self._layers]
         self._tokens = [0] * len(self._layers)
-        self._before = Counter(seen.sent), Counter(seen.sent_to), Counter(seen.seconds)
-
-    def costs(self) -> Costs:
-        own, seen = super().costs(), collectives()
-        sent, sent_to, seconds = self._before
-        waited = own.waited + (seen.seconds - seconds)
-        return replace(own, sent=own.sent + (seen.sent - sent), sent_to=seen.sent_to - sent_to, waited=waited)
 
 
 def _communicators(layer: Any) -> tuple[Communicator, Communicator]:

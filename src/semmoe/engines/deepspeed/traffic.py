@@ -11,7 +11,7 @@ from semmoe.runtime.collectives import timed
 
 
 class CollectiveCounter:
-    """Bytes that this process sent since the counter was made, by kind as in `Communicator`.
+    """Bytes that this process sent since its counts were reset, by kind as in `Communicator`.
 
     The kind `all_to_all` counts rows of tokens, and `counts` counts integers.
     """
@@ -20,6 +20,10 @@ class CollectiveCounter:
         self.sent: Counter[str] = Counter()
         self.sent_to: Counter[int] = Counter()  # rows of tokens, by rank in their group
         self.seconds: Counter[str] = Counter()
+
+    def reset_counts(self) -> None:
+        for counter in (self.sent, self.sent_to, self.seconds):
+            counter.clear()
 
     def install(self, backend: Any) -> None:
         """Count the collectives of `backend`, which is DeepSpeed's, from now on."""

@@ -21,7 +21,6 @@ from semmoe.costs.timing import LayerShape
 from semmoe.engines.transformers.config import expert_size, num_experts
 from semmoe.engines.transformers.model import load_model, moe_layers
 from semmoe.engines.transformers.parallel import LocalExperts
-from semmoe.io.files import load_json, save_json
 from semmoe.placement import linear
 from semmoe.runtime.collectives import Communicator, launched_world, world
 from semmoe.runtime.dispatch import combine, dispatch
@@ -39,16 +38,13 @@ def calibrate(model: str, ep_size: int, name: str = "this machine") -> Links:
         raise ValueError(f"links join ranks: ep_size must be at least 2, not {ep_size}")
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = (model, name, Path(scratch))
-        run_ranks(ep_size, _rank_main, job, lambda what, done: None, preload=[__name__])
-        return load_json(Path(scratch, "links.json"), Links)
+        return run_ranks(ep_size, _rank_main, job, lambda what, done: None, preload=[__name__])[0]
 
 
-def _rank_main(rank: int, size: int, job: tuple[str, str, Path], report: Reporter) -> None:
+def _rank_main(rank: int, size: int, job: tuple[str, str, Path], report: Reporter) -> Links:
     model, name, scratch = job
     with world(rank, size, scratch) as (comm, device):
-        links = _measure(comm, device, model, name, Topology(ep_size=size))
-        if rank == 0:
-            save_json(scratch / "links.json", links)
+        return _measure(comm, device, model, name, Topology(ep_size=size))
 
 
 def calibrate_launched(model: str, name: str) -> Links | None:

@@ -1,6 +1,5 @@
 """Offline batch generation with expert parallelism: one process per rank over torch.distributed."""
 
-import json
 import tempfile
 import time
 from collections import Counter
@@ -115,8 +114,7 @@ def generate(
     check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)
-        run_ranks(sizes.pop(), _RANK, job, progress, preload=[__name__], prepare=prepare)
-        return [GenerateResult(**result) for result in json.loads(Path(scratch, "results.json").read_text())]
+        return run_ranks(sizes.pop(), _RANK, job, progress, preload=[__name__], prepare=prepare)[0]
 
 
 @dataclass(frozen=True)
@@ -128,11 +126,9 @@ class _Job:
     scratch: str
 
 
-def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
+def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> list[GenerateResult]:
     with world(rank, size, Path(job.scratch)) as (comm, device):
-        results = [_run_set_up(comm, job, set_up, device, report) for set_up in job.set_ups]
-        if rank == 0:
-            Path(job.scratch, "results.json").write_text(json.dumps([asdict(result) for result in results]))
+        return [_run_set_up(comm, job, set_up, device, report) for set_up in job.set_ups]
 
 
 _RANK = _rank_main  # what each process runs; tests put a faulty rank here

@@ -16,14 +16,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from semmoe.core import Plan
-from semmoe.costs.metrics import Traffic, layer_traffic, no_traffic
+from semmoe.costs.metrics import Traffic, no_traffic
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.engines.transformers.planned import PlannedModel, check_layout
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.dispatch import ReceivedTokens, combine, dispatch
-from semmoe.tokens.copychoice import copy_choice
 
 EXCHANGES = ("all-to-all", "all-reduce")
 
@@ -74,11 +73,13 @@ class ParallelModel(PlannedModel):
     ) -> None:
         check_agreement(experts_comm.group, plan, model.device, exchange=exchange)
         super().__init__(model, plan, experts_comm, attention_comm)
-        self.choice = copy_choice(plan.placement, plan.topology)
+        self._reduces = exchange == "all-reduce"
+        if self._reduces:
+            self.copies = self._copies_for(plan, 0)  # one rank's view, so that each pair is computed once
         self.reset_counts()
-        self._attach(exchange == "all-reduce")
+        self._attach()
 
-    def _attach(self, reduces: bool) -> None:
+    def _attach(self) -> None:
         blocks = moe_layers(self.model)
         physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
         self.experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
@@ -86,8 +87,8 @@ class ParallelModel(PlannedModel):
             for i, block in enumerate(blocks):
                 block.experts.forward = partial(self._experts_of_real_rows, i)
             return
-        run_layer = self._layer_all_reduce if reduces else self._layer_all_to_all
-        run_experts = self._expert_all_reduce if reduces else self._expert_all_to_all
+        run_layer = self._layer_all_reduce if self._reduces else self._layer_all_to_all
+        run_experts = self._expert_all_reduce if self._reduces else self._expert_all_to_all
         moe_index = {id(block): i for i, block in enumerate(blocks)}
         for layer in decoder_layers(self.model):
             check_layout(layer)
@@ -99,7 +100,8 @@ class ParallelModel(PlannedModel):
 
     @property
     def traffic(self) -> list[Traffic]:
-        return self._traffic
+        counted = super().traffic
+        return [replace(no_traffic(self.comm.size), load=one.load) for one in counted] if self._reduces else counted
 
     def serve_others(self, index: int) -> None:
         self._expert_all_to_all(index, *self._no_tokens())
@@ -107,9 +109,8 @@ class ParallelModel(PlannedModel):
     def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         """Replaces the experts' forward: hidden (n, H), ids (n, K), weights (n, K) -> (n, H)."""
         self.rows.observe(expert_ids, weights)
-        ranks, home = self._ranks(index, expert_ids, self.comm.rank)
-        self._traffic[index] += layer_traffic(ranks, home, self.comm.size)
-        targets = torch.from_numpy(ranks.astype(np.int64)).to(expert_ids.device)
+        targets = self._ranks(index, expert_ids)
+        self._counters[index].count(targets)
         received, handle = dispatch(self.comm, hidden, expert_ids, weights, targets)
         return combine(self.comm, self._compute(index, received), handle)
 
@@ -119,10 +120,9 @@ class ParallelModel(PlannedModel):
         out[real] = self._expert_all_to_all(index, hidden[real], expert_ids[real], weights[real])
         return out
 
-    def _ranks(self, index: int, expert_ids: torch.Tensor, source: int) -> tuple[np.ndarray, np.ndarray]:
-        """(n, K) the rank that computes each chosen expert for tokens on rank `source`, and (n,) that rank."""
-        home = np.full(len(expert_ids), source)
-        return self.choice[index].ranks(expert_ids.cpu().numpy(), home), home
+    def _ranks(self, index: int, expert_ids: torch.Tensor) -> torch.Tensor:
+        """(n, K): the rank that computes each chosen expert."""
+        return self.copies[index].to_physical(expert_ids) // self.plan.placement.experts_per_rank
 
     def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
         with timed(self.compute_seconds, "experts"):
@@ -134,13 +134,7 @@ class ParallelModel(PlannedModel):
         return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
 
     def _expert_all_reduce(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
-        ranks, _ = self._ranks(index, expert_ids, 0)  # one rank's view, so that each pair is computed once
-        mine = torch.where(torch.from_numpy(ranks == self.comm.rank).to(expert_ids.device), expert_ids, -1)
-        load = np.zeros(self.comm.size, np.int64)
-        load[self.comm.rank] = int((mine >= 0).sum())
-        self._traffic[index] += replace(no_traffic(self.comm.size), load=load)
-        return self.comm.all_reduce(self._compute(index, ReceivedTokens(hidden, mine, weights)))
-
-    def reset_counts(self) -> None:
-        super().reset_counts()
-        self._traffic = [no_traffic(self.comm.size) for _ in self.choice]
+        mine = self._ranks(index, expert_ids) == self.comm.rank
+        self._counters[index].count(torch.where(mine, self.comm.rank, -1))
+        own = ReceivedTokens(hidden, torch.where(mine, expert_ids, -1), weights)
+        return self.comm.all_reduce(self._compute(index, own))

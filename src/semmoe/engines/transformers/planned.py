@@ -8,6 +8,7 @@ this rank's rows, experts reached by all-to-all -> shuffled all-gather of the re
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from semmoe.costs.metrics import Traffic
 from semmoe.engines.layer import TokenRows
 from semmoe.engines.step import Step
 from semmoe.runtime.collectives import Communicator, timed
+from semmoe.runtime.copies import RankCopies, rank_copies
 from semmoe.runtime.shuffler import Shuffler
+from semmoe.runtime.traffic import TrafficCounter
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class PlannedModel(ABC):
     ) -> None:
         self.model, self.plan = model, plan
         self.comm, self.attention_comm = experts_comm, attention_comm
-        self._comms = [experts_comm] if attention_comm is experts_comm else [experts_comm, attention_comm]
+        # what counts bytes: communicators, and an engine's own collectives
+        self._comms: list[Any] = [experts_comm] if attention_comm is experts_comm else [experts_comm, attention_comm]
+        self.copies = self._copies_for(plan, experts_comm.rank)
         group = experts_comm.rank // plan.topology.attn_tp_size
         shuffler = Shuffler(plan, group, attention_comm.rank, "layer", model.device)
         self.rows = TokenRows(shuffler, attention_comm, lambda: 1 + len(self._lengths))
@@ -52,10 +57,14 @@ class PlannedModel(ABC):
         self.compute_seconds: Counter[str] = Counter()  # of attention and of experts, by the host's clock
         self._real_rows = torch.zeros(0, dtype=torch.int64)  # (N,) rows of the flat batch that are real
 
+    def _copies_for(self, plan: Plan, rank: int) -> list[RankCopies]:
+        """The copies that the tokens of a rank use, layer by layer."""
+        return [copies.to(self.model.device) for copies in rank_copies(plan, rank)]
+
     @property
-    @abstractmethod
     def traffic(self) -> list[Traffic]:
         """Traffic of this rank's tokens by MoE layer, since the counts were reset."""
+        return [counter.traffic() for counter in self._counters]
 
     @abstractmethod
     def serve_others(self, index: int) -> None:
@@ -132,13 +141,15 @@ class PlannedModel(ABC):
     def reset_counts(self) -> None:
         self.compute_seconds.clear()
         self.rows.passes.clear()
+        self._counters = [TrafficCounter(self.comm.size, self.comm.rank, self.model.device) for _ in self.copies]
         for comm in self._comms:
             comm.reset_counts()
 
     def costs(self) -> Costs:
-        sent = sum((comm.sent for comm in self._comms), Counter())
-        waited = sum((comm.seconds for comm in self._comms), Counter())
-        return Costs(self.traffic, sent, self.comm.sent_to, waited, self.compute_seconds)
+        sent: Counter[str] = sum((comm.sent for comm in self._comms), Counter())
+        sent_to: Counter[int] = sum((comm.sent_to for comm in self._comms), Counter())
+        waited: Counter[str] = sum((comm.seconds for comm in self._comms), Counter())
+        return Costs(self.traffic, sent, sent_to, waited, self.compute_seconds)
 
 
 def check_layout(layer: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed in `generate`: every rank's model is converted by AutoEP and put on the configuration's plan."""
+"""DeepSpeed in `generate`, for tests and benchmarks: every rank's model is converted by AutoEP and put on a plan."""
 
 import os
 from functools import partial
