@@ -14,30 +14,30 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 26_955, 350, 50
+TOTAL, FILE, FUNCTION = 26_398, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
-    "core.py": 296,
+    "core.py": 295,
     "topology.py": 126,
-    "settings.py": 221,
+    "settings.py": 219,
     "plan.py": 206,
-    "solver.py": 170,
+    "solver.py": 159,
     "io": 668,
     "numeric": 213,
-    "traces": 1328,
-    "tokens": 1149,
+    "traces": 1228,
+    "tokens": 1070,
     "requests": 716,
-    "placement": 2850,
+    "placement": 2705,
     "paper": 575,
     "costs": 826,
-    "evaluation": 727,
-    "runtime": 2313,
-    "checkpoint": 1298,
-    "engines": 7030,
-    "live": 2078,
-    "gateway": 361,
+    "evaluation": 688,
+    "runtime": 2316,
+    "checkpoint": 1294,
+    "engines": 6968,
+    "live": 2047,
+    "gateway": 354,
     "report": 900,
-    "cli": 2861,
+    "cli": 2782,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.
