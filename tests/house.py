@@ -37,7 +37,7 @@ ROOMS = {
     "live": 2080,
     "gateway": 268,
     "report": 900,
-    "cli": 2844,
+    "cli": 2821,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.
