@@ -246,7 +246,7 @@ def refuse_unscheduled(ctx: typer.Context, scheduled: bool) -> None:
 
 
 def _with_embeddings(problem: "Problem", model: str | None) -> "Problem":
-    """The problem with the (V, H) float32 input embeddings of the model; as it is if there is no model."""
+    """The problem with the (V, H) float32 input embeddings of the model; unchanged without a model."""
     if model is None:
         return problem
     from semmoe.engines.transformers.config import fingerprint_of
