@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 26_398, 350, 50
+TOTAL, FILE, FUNCTION = 26_377, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 295,
@@ -37,7 +37,7 @@ ROOMS = {
     "live": 2047,
     "gateway": 354,
     "report": 900,
-    "cli": 2782,
+    "cli": 2761,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

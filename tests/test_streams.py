@@ -62,9 +62,9 @@ def test_a_trace_that_just_fits_is_read_whole(tmp_path, monkeypatch, spare):
     trace = random_trace(4, requests=20)
     path = write(trace, tmp_path / "trace")
     monkeypatch.setattr(streams, "MOST_IDS", (trace.num_tokens - 1 + spare) * 3 * 2)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         found = streams.open_bounded(path, 0)
-    assert [f"{trace.num_tokens} tokens" in str(one.message) for one in told] == [True] * (1 - spare)
+    assert [f"{trace.num_tokens} tokens" in str(one.message) for one in caught] == [True] * (1 - spare)
     assert spare == 0 or found.num_tokens == trace.num_tokens
 
 
@@ -112,7 +112,7 @@ def test_a_trace_that_is_too_large_is_sampled_and_that_is_said(tmp_path, monkeyp
     assert done.exit_code == 0, done.output
     said = " ".join(done.stderr.split())
     assert f"has {trace.num_tokens:,} tokens, more than are read at once: 30" in said
-    assert re.search(r"of them count, of [0-9]+ requests drawn by seed 0", said)
+    assert re.search(r"tokens count, of [0-9]+ requests drawn by seed 0", said)
 
 
 def test_an_empty_trace_is_refused(tmp_path):

@@ -1,6 +1,5 @@
 """The command import: what an engine wrote about experts, as a plan or a trace."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,21 +11,12 @@ from semmoe.checkpoint.engine_routes import Source, write_requests
 from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, command, refuse_given
 from semmoe.io import console
-from semmoe.io.bounds import number, switch
 from semmoe.io.files import atomic_directory, check_output
 from semmoe.topology import Topology
 from semmoe.traces.dataset import LeftOut
 from semmoe.traces.trace import TraceHeader, TraceWriter
 
 PLANNED = ["ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How a file is read."""
-
-    redundant_experts: int = number(0, 0, 1 << 20, help="Of counts: redundant experts over all ranks.")
-    strict: bool = switch(panel="Input", help="Of answers: fail at the first bad line.")
 
 
 @command(OFFLINE, name="import")
@@ -37,7 +27,10 @@ def import_(
     model: Annotated[str, options.model("The model that they are of.")],
     out: Annotated[Path, options.output("The plan or trace directory.")],
     given: options.GivenTopology,
-    reading: Reading,
+    redundant_experts: Annotated[
+        int, options.method("Of counts: redundant experts over all ranks.", min=0, max=1 << 20)
+    ] = 0,
+    strict: Annotated[bool, options.inputs("Of answers: fail at the first bad line.", "--strict")] = False,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
@@ -63,10 +56,10 @@ def import_(
         if form.kind == "map":
             refuse_given(ctx, ["redundant_experts"], "a map has the copies that it has")
         topology = given.resolve(None, options.OFFLINE_RANKS)
-        result = _plan(form, content, file, described, topology, reading.redundant_experts, out)
+        result = _plan(form, content, file, described, topology, redundant_experts, out)
     else:
         refuse_given(ctx, PLANNED, "a trace is of no topology: give it to semmoe solve")
-        result = _trace(form, content, Source(file, described, LeftOut(file, reading.strict)), out)
+        result = _trace(form, content, Source(file, described, LeftOut(file, strict)), out)
     result = {"from": form.kind, "out": str(out), **result}
     console.tell(as_json, result, lambda: _print(result))
 

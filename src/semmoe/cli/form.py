@@ -8,9 +8,8 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
-from enum import Enum
 from functools import wraps
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
@@ -48,14 +47,9 @@ def make(kind: Any, given: dict[str, Any]) -> Any:
         if is_dataclass(one.default_factory):
             values[one.name] = make(one.default_factory, given)
         elif one.name in shown and value is not None:
-            values[one.name] = _value(one, value)
+            unlimited = one.metadata.get("zero_is_none") and value == 0
+            values[one.name] = None if unlimited else value
     return kind(**values)
-
-
-def _value(one: Field, given: Any) -> Any:
-    if one.metadata.get("zero_is_none") and given == 0:
-        return None
-    return given.value if isinstance(given, Enum) else given
 
 
 def options_of(kind: Any) -> dict[str, inspect.Parameter]:
@@ -78,9 +72,8 @@ def _hint(one: Field) -> Any:
     default = "" if one.default in (None, False, MISSING) else f" Default: {one.default}."
     common = {"help": shown["help"] + default, "rich_help_panel": shown["panel"], "show_default": False}
     if "choices" in shown:
-        members: Any = {name: name for name in shown["choices"]}
-        named: Any = Enum("Choice", members, type=str)  # type: ignore[misc]
-        return Annotated[named | None, typer.Option(**common)]
+        chosen: Any = Literal[shown["choices"]]
+        return Annotated[chosen | None, typer.Option(**common)]
     if "low" not in shown:
         return Annotated[bool | None, typer.Option(f"--{one.name.replace('_', '-')}", **common)]
     low = 0 if shown["zero_is_none"] else shown["low"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,25 +21,12 @@ from semmoe.cli.demo import generate_compared, run_demo
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.evaluation.results import GenerateFile
 from semmoe.io import console
-from semmoe.io.bounds import choice
 from semmoe.io.files import check_output, save_text
 from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, ProfileSettings, PromptSettings
 from semmoe.traces.dataset import LeftOut, check_token_ids, digest, encode_usable, is_running_text, read_prompts
 from semmoe.traces.prompts import Prompt
 from semmoe.traces.texts import held_out_prompts
 from semmoe.traces.trace import TraceHeader, TraceWriter
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions(ProfileSettings):
-    """How a model is profiled."""
-
-    engine: str = choice(
-        "transformers",
-        ("transformers", "sglang", "vllm"),
-        panel="Input",
-        help="sglang, vllm: its offline engine; options after `--` go to it.",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +53,11 @@ def profile(
     model: options.ModelArgument,
     out: options.TraceOut,
     dataset: options.Dataset = None,
-    asked: ProfileOptions,
+    engine: Annotated[
+        Literal["transformers", "sglang", "vllm"],
+        options.inputs("sglang, vllm: its offline engine; options after `--` go to it."),
+    ] = "transformers",
+    asked: ProfileSettings,
     as_json: options.Json = False,
 ) -> None:
     """Record which experts each token chooses.
@@ -79,8 +70,8 @@ def profile(
     from semmoe.traces.streams import check_tokens
 
     check_output(out, directory=True, force=True, inputs=(model, dataset))  # a profile that was stopped resumes
-    if asked.engine != "transformers":
-        options.check_installed(asked.engine)
+    if engine != "transformers":
+        options.check_installed(engine)
     elif ctx.args:
         raise ValueError(f"{ctx.args[0]}: transformers has no such option")
     identity = fingerprint_of(model)  # refuses a model before its tokenizer is asked
@@ -88,7 +79,7 @@ def profile(
     check_token_ids(prompts, identity.vocab_size)
     stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
-    record = _recorder(asked.engine, model, identity.top_k, ctx.args)  # refuses a model before anything is written
+    record = _recorder(engine, model, identity.top_k, ctx.args)  # refuses a model before anything is written
     with TraceWriter(out, header) as writer, console.bars() as bars:
         if writer.num_requests:
             console.note(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")

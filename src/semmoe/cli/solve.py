@@ -129,8 +129,7 @@ def solve(
     problem = Problem(trace=opened, topology=topology, settings=solving, previous=previous, costs=costs)
     measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed, running=server.running)
     check_problem(problem)
-    if how.model is not None:
-        problem = replace(problem, embeddings=_embeddings(how.model, opened.fingerprint))
+    problem = _with_embeddings(problem, how.model)
     with console.bars() as bars:
         plan = solve_expected(problem, measure, links, shape, bars)
     save_plan(plan, out)
@@ -250,15 +249,18 @@ def refuse_unscheduled(ctx: typer.Context, scheduled: bool) -> None:
         refuse_given(ctx, ["running"], "no requests are scheduled by their work")
 
 
-def _embeddings(model: str, expected: Fingerprint) -> Any:
-    """(V, H) float32 input embeddings of the model that the trace was profiled on."""
+def _with_embeddings(problem: "Problem", model: str | None) -> "Problem":
+    """The problem with the (V, H) float32 input embeddings of the model; unchanged without a model."""
+    if model is None:
+        return problem
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.engines.transformers.model import load_model
 
-    difference = expected.mismatch(fingerprint_of(model))
+    difference = problem.trace.fingerprint.mismatch(fingerprint_of(model))
     if difference is not None:
         raise ValueError(f"the trace was profiled on another model than {model}: {difference}")
-    return load_model(model).get_input_embeddings().weight.detach().numpy()
+    embeddings = load_model(model).get_input_embeddings().weight.detach().numpy()
+    return replace(problem, embeddings=embeddings)
 
 
 def warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:

@@ -148,7 +148,7 @@ def sample(path: Path, tokens: int, seed: int) -> RoutingTrace:
 
 
 def open_bounded(path: Path, seed: int = 0) -> RoutingTrace:
-    """Open a trace; of one that has more than MOST_IDS expert ids, random requests, with a `RoutingWarning`.
+    """Open a trace, or random requests if it has more than MOST_IDS expert ids, which a `RoutingWarning` says.
 
     Raises ValueError if no token of it was routed.
     """
@@ -161,7 +161,7 @@ def open_bounded(path: Path, seed: int = 0) -> RoutingTrace:
         raise ValueError(f"{path} holds no routed token")
     if tokens > fit:
         words = (
-            f"{path} has {tokens:,} tokens, more than are read at once: {trace.num_tokens:,} of them count, of "
+            f"{path} has {tokens:,} tokens, more than are read at once: {trace.num_tokens:,} tokens count, of "
             f"{trace.num_requests:,} requests drawn by seed {seed}"
         )
         warnings.warn(words, RoutingWarning, stacklevel=2)

@@ -175,7 +175,7 @@ def read_header(path: Path) -> TraceHeader:
 
 
 def read_parts(path: Path) -> Iterator[RoutingTrace]:
-    """Read a trace directory shard by shard, for traces that are larger than memory; an `.npz` file is one part."""
+    """Read a trace directory shard by shard, for traces that are larger than memory; an `.npz` file has one part."""
     if not path.exists():
         raise ValueError(f"there is no trace at {path}")
     if path.is_dir():
