@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 26_377, 350, 50
+TOTAL, FILE, FUNCTION = 26_365, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 295,
@@ -24,7 +24,7 @@ ROOMS = {
     "solver.py": 159,
     "io": 668,
     "numeric": 213,
-    "traces": 1228,
+    "traces": 1233,
     "tokens": 1070,
     "requests": 716,
     "placement": 2705,
@@ -33,7 +33,7 @@ ROOMS = {
     "evaluation": 688,
     "runtime": 2316,
     "checkpoint": 1294,
-    "engines": 6968,
+    "engines": 6951,
     "live": 2047,
     "gateway": 354,
     "report": 900,

@@ -4,7 +4,7 @@
 written atomically, so an interrupted profile leaves a usable trace to which a later run appends.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from semmoe.core import RoutingTrace
+from semmoe.core import DECODE, PREFILL, RoutingTrace
 from semmoe.io.files import array_shape, load_arrays, load_json, save_arrays, save_json
 from semmoe.io.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz, whole_numbers
 from semmoe.topology import Fingerprint
@@ -91,6 +91,11 @@ class TraceWriter:
         self.pending_tokens += len(token_ids)
         if self.pending_tokens >= self.shard_tokens:
             self.flush()
+
+    def append_run(self, prompt: Sequence[int], token_ids: np.ndarray, expert_ids: np.ndarray) -> None:
+        """Add a request that an engine ran: the (T,) tokens that it fed, the prompt's first, and their experts."""
+        phase = np.where(np.arange(len(token_ids)) < len(prompt), PREFILL, DECODE)
+        self.append(prompt_ids=np.array(prompt), token_ids=token_ids, expert_ids=expert_ids, phase=phase)
 
     def append_all(self, trace: RoutingTrace) -> None:
         """Add every request of `trace`, which must have the same fingerprint."""

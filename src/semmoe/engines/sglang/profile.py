@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.checkpoint.layout import decoder_layers
-from semmoe.core import DECODE, PREFILL
 from semmoe.engines.launch import command_line
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang import launch
-from semmoe.engines.sglang.offline import Completion, running
+from semmoe.engines.sglang.offline import running
 from semmoe.topology import Topology
 from semmoe.traces.trace import TraceWriter
 
@@ -38,17 +37,7 @@ def profile(
         for first in range(0, len(remaining), batch_size):
             batch = remaining[first : first + batch_size]
             for prompt, completion in zip(batch, engine.complete(batch, max(max_new_tokens, 1)), strict=True):
-                writer.append(**_request(prompt, completion, layers))
+                assert completion.expert_ids is not None
+                fed = np.array([*prompt, *completion.token_ids[:-1]])
+                writer.append_run(prompt, fed, completion.expert_ids[:, layers])
             progress(len(batch))
-
-
-def _request(prompt: Sequence[int], completion: Completion, layers: list[int]) -> dict[str, np.ndarray]:
-    assert completion.expert_ids is not None
-    fed = np.array([*prompt, *completion.token_ids[:-1]])
-    phase = np.where(np.arange(len(fed)) < len(prompt), PREFILL, DECODE)
-    return {
-        "prompt_ids": np.array(prompt),
-        "token_ids": fed,
-        "expert_ids": completion.expert_ids[:, layers],
-        "phase": phase,
-    }

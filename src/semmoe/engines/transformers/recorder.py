@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from semmoe.core import DECODE, PREFILL, RoutingTrace
+from semmoe.core import RoutingTrace
 from semmoe.engines.transformers.batch import Batch, cut, step
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.model import moe_layers
@@ -66,8 +66,8 @@ def record_prompts(
     remaining = prompts[writer.num_requests :]
     with RoutingRecorder(model) as recorder:
         for batch in cut(remaining, batch_size, max_new_tokens, model):
-            for request in _profile_batch(model, batch, recorder):
-                writer.append(**request)
+            for prompt, token_ids, expert_ids in _profile_batch(model, batch, recorder):
+                writer.append_run(prompt, token_ids, expert_ids)
             progress(len(batch.prompts))
 
 
@@ -93,8 +93,10 @@ def record(
     return open_trace(folder)
 
 
-def _profile_batch(model: PreTrainedModel, batch: Batch, recorder: RoutingRecorder) -> Iterator[dict[str, np.ndarray]]:
-    """Decode a batch, and yield each request as arguments of `TraceWriter.append`."""
+def _profile_batch(
+    model: PreTrainedModel, batch: Batch, recorder: RoutingRecorder
+) -> Iterator[tuple[Sequence[int], np.ndarray, np.ndarray]]:
+    """Decode a batch, and yield each request as arguments of `TraceWriter.append_run`."""
     routed: list[list[np.ndarray]] = [[] for _ in batch.prompts]
     while not batch.done:
         _, real = batch.inputs()
@@ -104,9 +106,4 @@ def _profile_batch(model: PreTrainedModel, batch: Batch, recorder: RoutingRecord
             parts.append(part)
     for prompt, new, parts in zip(batch.prompts, batch.generated, routed, strict=True):
         experts = np.concatenate(parts)
-        yield {
-            "prompt_ids": np.array(prompt),
-            "token_ids": np.array([*prompt, *new])[: len(experts)],
-            "expert_ids": experts,
-            "phase": np.where(np.arange(len(experts)) < len(prompt), PREFILL, DECODE),
-        }
+        yield prompt, np.array([*prompt, *new])[: len(experts)], experts

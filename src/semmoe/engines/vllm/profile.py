@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from semmoe.core import DECODE, PREFILL
 from semmoe.engines.launch import command_line
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.vllm import launch
@@ -31,7 +30,7 @@ class Passes:
         """Do nothing: the caller takes a request's routing by `take`."""
 
     def take(self, request: str, length: int) -> dict[str, np.ndarray]:
-        """The arrays of a request's first `length` tokens, each token once, by the names of `TraceWriter.append`."""
+        """The arrays of a request's first `length` tokens, each once, by the names of `TraceWriter.append_run`."""
         key = next(key for key in self._seen if key == request or key.startswith(f"{request}-"))
         seen = self._seen.pop(key)
         found, first = np.unique(np.concatenate([rows.positions for rows in seen]), return_index=True)
@@ -61,7 +60,5 @@ def profile(
         for start in range(0, len(remaining), batch_size):
             batch = remaining[start : start + batch_size]
             for prompt, (request, new) in zip(batch, engine.complete(batch, max(max_new_tokens, 1)), strict=True):
-                routed = passes.take(request, len(prompt) + len(new) - 1)
-                phase = np.where(np.arange(len(routed["token_ids"])) < len(prompt), PREFILL, DECODE)
-                writer.append(prompt_ids=np.array(prompt), phase=phase, **routed)
+                writer.append_run(prompt, **passes.take(request, len(prompt) + len(new) - 1))
             progress(len(batch))
