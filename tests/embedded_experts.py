@@ -57,7 +57,7 @@ class LiveExperts:
                 weight[slot].copy_(part)
 
     def commit(self, layers: Sequence[int]) -> None:
-        """Which copies this rank uses of the experts of these layers."""
+        """Install the copy choice of the prepared plan for these layers."""
         copies = rank_copies(self._next, self._model.comm.rank)
         for layer in layers:
             self._model.copies[layer] = copies[layer]
