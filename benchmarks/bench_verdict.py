@@ -32,10 +32,10 @@ from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.evaluation.replay import cut_batches, replay, token_groups, token_homes
 from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.collectives import world
+from semmoe.runtime.copies import rank_copies
 from semmoe.runtime.launch import run_ranks
 from semmoe.settings import DemoSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.tokens.copychoice import copy_choice
 from semmoe.topology import Topology
 
 SETTINGS = DemoSettings()
@@ -57,12 +57,13 @@ def measured_layers(rank: int, size: int, job: Job, report) -> dict[str, list[Sa
         model, found = load_model(str(MODEL)).to(device), {}
         for name, plan in job.plans.items():
             samples = []
-            choice = copy_choice(plan.placement, plan.topology)
-            held = plan.placement.physical_to_logical_map.reshape(len(choice), size, -1)[:, rank]
+            copies = rank_copies(plan, rank)
+            held = plan.placement.physical_to_logical_map.reshape(len(copies), size, -1)[:, rank]
             for l, chosen in own_choices(rank, plan, job):
                 experts = LocalExperts(copy.deepcopy(moe_layers(model)[l].experts), held[l])
-                layer = MeasuredLayer(comm, experts, choice[l], model.config.hidden_size, model.dtype, device)
-                samples += [layer.measure(ids, ROUNDS) for ids in chosen]
+                layer = MeasuredLayer(comm, experts, model.config.hidden_size, model.dtype, device)
+                placed = [copies[l].to_physical(torch.from_numpy(ids.astype(np.int64))).numpy() for ids in chosen]
+                samples += [layer.measure(ids, ROUNDS) for ids in placed]
                 if rank == 0:
                     report(name, 1)
             found[name] = samples

@@ -35,7 +35,6 @@ from semmoe.placement import linear
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.runtime.launch import Reporter, run_ranks
-from semmoe.tokens.copychoice import CopyChoice, copy_choice
 from semmoe.topology import Topology
 
 TOKENS = (16, 64, 256, 1024, 4096)  # per rank
@@ -199,13 +198,12 @@ def _measure_all(
     E, K, H = num_experts(config), config.num_experts_per_tok, config.hidden_size
     placement = linear.place(1, E, comm.size)
     held = placement.physical_to_logical_map.reshape(comm.size, -1)[comm.rank]
-    choice = copy_choice(placement, Topology(ep_size=comm.size))[0]
-    layer = MeasuredLayer(comm, LocalExperts(experts, held), choice, H, model.dtype, device)
+    layer = MeasuredLayer(comm, LocalExperts(experts, held), H, model.dtype, device)
     samples, rng = [], np.random.default_rng(comm.rank)
     for tokens in TOKENS:
         samples.append(layer.measure(_uniform(rng, tokens, E, K)))
         progress(1)
-    samples.append(layer.measure(_skewed(rng, UNSEEN, choice.preferred[comm.rank] == comm.rank, K)))
+    samples.append(layer.measure(_skewed(rng, UNSEEN, np.isin(np.arange(E), held), K)))
     return {
         "shape": asdict(LayerShape(hidden_size=H, expert_size=expert_size(config), top_k=K)),
         "runtime": {"backend": dist.get_backend(comm.group), "value_bytes": model.dtype.itemsize},
@@ -232,19 +230,21 @@ class MeasuredLayer:
         self,
         comm: Communicator,
         experts: LocalExperts,
-        choice: CopyChoice,
         hidden_size: int,
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        self._comm, self._experts, self._choice = comm, experts, choice
+        self._comm, self._experts = comm, experts
         self._hidden_size, self._like = hidden_size, {"dtype": dtype, "device": device}
 
     def measure(self, chosen: np.ndarray, rounds: int = ROUNDS) -> Sample:
-        """Run dispatch, experts, combine, and an all-reduce of all ranks' rows, on this rank's choices (n, K)."""
+        """Run dispatch, experts, combine, and an all-reduce of all ranks' rows.
+
+        chosen (n, K): this rank's choices, physical experts.
+        """
         ids = torch.from_numpy(np.ascontiguousarray(chosen, np.int64)).to(self._like["device"])
         home = np.full(len(chosen), self._comm.rank)
-        ranks = self._choice.ranks(chosen, home)
+        ranks = chosen // self._experts.size
         traffic, targets = layer_traffic(ranks, home, self._comm.size), torch.from_numpy(ranks.astype(np.int64))
         tokens = int(self._over_ranks(np.array([len(chosen)]), dist.ReduceOp.SUM)[0])
         first = self._round(ids, targets.to(ids.device), tokens)

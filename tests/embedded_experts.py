@@ -57,13 +57,10 @@ class LiveExperts:
                 weight[slot].copy_(part)
 
     def commit(self, layers: Sequence[int]) -> None:
-        """Which experts this rank has, and which copies it uses, of these layers."""
-        placement, model = self._next.placement, self._model
-        copies = rank_copies(self._next, model.comm.rank)
-        held = placement.physical_to_logical_map.reshape(len(copies), model.comm.size, -1)
+        """Install the copy choice of the prepared plan for these layers."""
+        copies = rank_copies(self._next, self._model.comm.rank)
         for layer in layers:
-            model.experts[layer].hold(held[layer, model.comm.rank])
-            model.copies[layer] = copies[layer]
+            self._model.copies[layer] = copies[layer]
 
     def finish(self) -> None:
         """The token tables."""

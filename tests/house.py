@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 26_365, 350, 50
+TOTAL, FILE, FUNCTION = 26_354, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 295,
@@ -33,7 +33,7 @@ ROOMS = {
     "evaluation": 688,
     "runtime": 2316,
     "checkpoint": 1294,
-    "engines": 6951,
+    "engines": 6940,
     "live": 2047,
     "gateway": 354,
     "report": 900,

@@ -10,7 +10,7 @@ from models import build
 from ranks import on_threads
 
 from semmoe.cli.demo import MODEL
-from semmoe.core import NEVER, Placement
+from semmoe.core import NEVER
 from semmoe.engines import layer
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
@@ -21,7 +21,6 @@ from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
 from semmoe.solver import solve
-from semmoe.tokens.copychoice import preferred_copies
 from semmoe.topology import Topology
 
 pytestmark = pytest.mark.dist
@@ -136,14 +135,12 @@ def layer_outputs(experts, slots, hidden, ids, weights):
     slots: (E,) the expert in each place, a quarter of the places for each rank.
     """
     held = slots.reshape(4, -1)
-    placement = Placement(physical_to_logical_map=slots[None].astype(np.int32), num_experts=len(slots), ep_size=4)
-    choice = torch.from_numpy(preferred_copies(placement, Topology(ep_size=4))[0].astype(np.int64))
+    physical = torch.from_numpy(np.argsort(slots))[ids]
 
     def job(comm):
         mine = parallel.LocalExperts(copy.deepcopy(experts), held[comm.rank])
-        rows, handle = dispatch(
-            comm, hidden[comm.rank], ids[comm.rank], weights[comm.rank], choice[comm.rank][ids[comm.rank]]
-        )
+        own = physical[comm.rank]
+        rows, handle = dispatch(comm, hidden[comm.rank], own, weights[comm.rank], own // held.shape[1])
         return combine(comm, mine(rows.hidden, rows.expert_ids, rows.weights), handle)
 
     with torch.no_grad():
@@ -230,8 +227,7 @@ def rank_with_swapped_experts(rank, size, job, report):
     held = parallel.LocalExperts.__init__
 
     def swapped(self, experts, ids):
-        held(self, experts, ids)
-        self._local_id = torch.where(self._local_id >= 0, len(ids) - 1 - self._local_id, -1)
+        held(self, experts, ids[::-1].copy())
 
     parallel.LocalExperts.__init__ = swapped
     return gen._rank_main(rank, size, job, report)

@@ -47,7 +47,7 @@ class MoeLayer:
         return f"{self.prefix}experts.{expert}.{part}"
 
     def pieces(self, tensors: dict[str, Tensor], expert: int, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield, by name, all that a checkpoint stores of one expert; not `whole`: its rows of the router alone."""
+        """Yield the stored parts of an expert by name; not `whole`: its rows of the router alone."""
         for name in self.by_row if whole else self.gate.values():
             yield f"row {expert} of {name}", tensors[name].row(expert)
         for part in sorted(self.parts.get(expert, ())) if whole else ():

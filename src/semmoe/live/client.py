@@ -92,8 +92,8 @@ class Served:
     def _ended(self, before: int, timeout: float) -> SwapStatus:
         """What rank 0 says when a swap has ended on all ranks of this node, or the one that failed.
 
-        before: the number of swaps until then. Steps follow passes. A server that has no request is given some of one
-        token, which it takes a second to answer.
+        before: the number of swaps until then. A swap's steps follow forward passes, so requests of a single token are
+        sent meanwhile: an idle server takes about a second to answer each.
         """
         end, passes = time.monotonic() + timeout, ThreadPoolExecutor(1)
         asked: Future[None] | None = None

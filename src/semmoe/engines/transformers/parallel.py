@@ -32,30 +32,22 @@ class LocalExperts:
 
     def __init__(self, experts: nn.Module, held: np.ndarray) -> None:
         """held: (P / G,) logical ids of this rank's physical experts, in slot order."""
-        total = experts.num_experts
         index = torch.from_numpy(held.astype(np.int64))
         for name, parameter in list(experts.named_parameters(recurse=False)):
-            if parameter.shape[0] != total:
+            if parameter.shape[0] != experts.num_experts:
                 raise ValueError(f"parameter {name} of {type(experts).__name__} has no expert dimension")
             setattr(experts, name, nn.Parameter(parameter.data[index.to(parameter.device)], requires_grad=False))
-        experts.num_experts = len(held)
-        self._compute, self._total = experts.forward, total
+        experts.num_experts = self.size = len(held)
+        self._compute = experts.forward
         self.weights = [parameter.data for _, parameter in experts.named_parameters(recurse=False)]
-        self.hold(held)
 
-    def hold(self, held: np.ndarray) -> None:
-        """From now on the slots hold these logical ids (P / G,)."""
-        index = torch.from_numpy(held.astype(np.int64))
-        self._local_id = torch.full((self._total,), -1, dtype=torch.int64)
-        self._local_id[index.flip(0)] = torch.arange(len(held)).flip(0)  # the first slot, if a rank holds two copies
-
-    def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(M, H), (M, K) logical ids (-1: not here), (M, K) -> (M, H), summed over the choices that are held here."""
-        local = torch.where(expert_ids >= 0, self._local_id.to(hidden.device)[expert_ids.clamp(min=0)], -1)
-        rows, choices = (local >= 0).nonzero(as_tuple=True)
+    def __call__(self, hidden: torch.Tensor, physical: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(M, H), (M, K) physical ids (-1: not here), (M, K) -> (M, H), summed over the choices that are held here."""
+        rows, choices = (physical >= 0).nonzero(as_tuple=True)
         out = torch.zeros_like(hidden)
         if len(rows):
-            pairs = self._compute(hidden[rows], local[rows, choices][:, None], weights[rows, choices][:, None])
+            slots = physical[rows, choices] % self.size
+            pairs = self._compute(hidden[rows], slots[:, None], weights[rows, choices][:, None])
             out.index_add_(0, rows, pairs)
         return out
 
@@ -73,6 +65,7 @@ class ParallelModel(PlannedModel):
     ) -> None:
         check_agreement(experts_comm.group, plan, model.device, exchange=exchange)
         super().__init__(model, plan, experts_comm, attention_comm)
+        self._share = plan.placement.experts_per_rank
         self._reduces = exchange == "all-reduce"
         if self._reduces:
             self.copies = self._copies_for(plan, 0)  # one rank's view, so that each pair is computed once
@@ -109,9 +102,9 @@ class ParallelModel(PlannedModel):
     def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         """Replaces the experts' forward: hidden (n, H), ids (n, K), weights (n, K) -> (n, H)."""
         self.rows.observe(expert_ids, weights)
-        targets = self._ranks(index, expert_ids)
-        self._counters[index].count(targets)
-        received, handle = dispatch(self.comm, hidden, expert_ids, weights, targets)
+        physical = self.copies[index].to_physical(expert_ids)
+        self._counters[index].count(physical, self._share)
+        received, handle = dispatch(self.comm, hidden, physical, weights, physical // self._share)
         return combine(self.comm, self._compute(index, received), handle)
 
     def _experts_of_real_rows(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
@@ -119,10 +112,6 @@ class ParallelModel(PlannedModel):
         out, real = torch.zeros_like(hidden), self._real_rows
         out[real] = self._expert_all_to_all(index, hidden[real], expert_ids[real], weights[real])
         return out
-
-    def _ranks(self, index: int, expert_ids: torch.Tensor) -> torch.Tensor:
-        """(n, K): the rank that computes each chosen expert."""
-        return self.copies[index].to_physical(expert_ids) // self.plan.placement.experts_per_rank
 
     def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
         with timed(self.compute_seconds, "experts"):
@@ -134,7 +123,7 @@ class ParallelModel(PlannedModel):
         return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
 
     def _expert_all_reduce(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
-        mine = self._ranks(index, expert_ids) == self.comm.rank
-        self._counters[index].count(torch.where(mine, self.comm.rank, -1))
-        own = ReceivedTokens(hidden, torch.where(mine, expert_ids, -1), weights)
-        return self.comm.all_reduce(self._compute(index, own))
+        physical = self.copies[index].to_physical(expert_ids)
+        mine = torch.where(physical // self._share == self.comm.rank, physical, -1)
+        self._counters[index].count(mine, self._share)
+        return self.comm.all_reduce(self._compute(index, ReceivedTokens(hidden, mine, weights)))
