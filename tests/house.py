@@ -27,7 +27,7 @@ ROOMS = {
     "traces": 1328,
     "tokens": 1070,
     "requests": 721,
-    "placement": 2704,
+    "placement": 2710,
     "paper": 575,
     "costs": 826,
     "evaluation": 709,
