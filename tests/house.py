@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 26_354, 350, 50
+TOTAL, FILE, FUNCTION = 26_359, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 295,
@@ -27,7 +27,7 @@ ROOMS = {
     "traces": 1233,
     "tokens": 1070,
     "requests": 716,
-    "placement": 2705,
+    "placement": 2710,
     "paper": 575,
     "costs": 826,
     "evaluation": 688,

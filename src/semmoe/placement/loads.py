@@ -130,14 +130,17 @@ def load_gain(prices, top, x, y, sent, returned):
     """
     if prices.load_price == 0:
         return 0.0
-    (a, share), (b, came, gone), after = sent, returned, 0.0
-    now, others, mixes = prices.loads.now, prices.loads.others[min(x, y), max(x, y)], prices.mixes
-    for j in range(mixes.shape[1]):
-        left = now[x, j] - (share * mixes[a, j] - came * mixes[b, j])
-        right = now[y, j] + (share * mixes[a, j] - gone * mixes[b, j])
+    (a, share), (b, came, gone) = sent, returned
+    mix, other_mix = prices.mixes[a], prices.mixes[b]
+    from_x, from_y = prices.loads.now[x], prices.loads.now[y]
+    others, after = prices.loads.others[min(x, y), max(x, y)], 0.0
+    for j in range(mix.shape[0]):
+        out, back = share * mix[j], other_mix[j]
+        left = from_x[j] - (out - came * back)
+        right = from_y[j] + (out - gone * back)
         most = left if left > others[j] else others[j]
         after += right if right > most else most
-    return prices.load_price * (top - after / mixes.shape[1])
+    return prices.load_price * (top - after / mix.shape[0])
 
 
 def total_cost(costs: RowCosts, targets: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> float:
