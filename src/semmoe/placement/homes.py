@@ -64,10 +64,10 @@ def make_state(sets: Sets, slots, primary, topology, costs):
         costs=Costs._make(
             np.stack([np.ascontiguousarray(getattr(one, name), np.float64) for one in costs]) for name in Costs._fields
         ),
-        uniform=weights is not None,  # whether the costs are the same for all ranks: then
-        weights=weights or (np.nan,) * 3,  # (activation, per rank, per node) are what a pair, a rank and a node cost
+        uniform=weights is not None,  # whether the costs are the same for all ranks
+        weights=weights or (np.nan,) * 3,  # if so, the costs of a pair, a rank and a node
         price=np.zeros(G),  # of each rank as a home
-        value=np.zeros(U),  # of each set at its home: what it costs, less than zero
+        value=np.zeros(U),  # of each set at its home: its cost, less than zero
         home=np.zeros(U, np.int64),  # of each set
         expert_load=expert_load,  # (E,)
     )

@@ -251,8 +251,6 @@ def _keys(rows: np.ndarray) -> np.ndarray:
 
 def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np.ndarray]:
     """Rank labels (E,) of each start: the first by the affinity of expert pairs, the others at random."""
-    if starts <= 0:
-        return []
     E = len(affinity)
     pairs = hierarchy.spread(affinity, np.zeros((E, ranks)), rng)
     return [pairs, *(rng.permutation(np.arange(E) % ranks) for _ in range(starts - 1))]

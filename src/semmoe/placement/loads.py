@@ -130,13 +130,15 @@ def load_gain(prices, top, x, y, sent, returned):
     """
     if prices.load_price == 0:
         return 0.0
-    (a, share), (b, came, gone), after = sent, returned, 0.0
-    mix, other_mix, others = prices.mixes[a], prices.mixes[b], prices.loads.others[min(x, y), max(x, y)]
+    (a, share), (b, came, gone) = sent, returned
+    mix, other_mix = prices.mixes[a], prices.mixes[b]
     from_x, from_y = prices.loads.now[x], prices.loads.now[y]
+    others, after = prices.loads.others[min(x, y), max(x, y)], 0.0
     for j in range(mix.shape[0]):
         out, back = share * mix[j], other_mix[j]
-        left, right, most = from_x[j] - (out - came * back), from_y[j] + (out - gone * back), others[j]
-        most = left if left > most else most
+        left = from_x[j] - (out - came * back)
+        right = from_y[j] + (out - gone * back)
+        most = left if left > others[j] else others[j]
         after += right if right > most else most
     return prices.load_price * (top - after / mix.shape[0])
 

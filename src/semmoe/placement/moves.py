@@ -38,7 +38,8 @@ def best_move(state, tables, prices, turn):
 @njit
 def _best_partner(state, tables, prices, turn, best, p):
     """Return (gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
-    move_cost, slots, slot_of = prices.move_cost, state.slots, state.slot_of
+    move_cost = prices.move_cost
+    slots, slot_of = state.slots, state.slot_of
     move, twice, served = tables.move, tables.twice, tables.served
     S = slots.shape[1]
     x, other = p // S, -1
@@ -64,7 +65,8 @@ def _best_partner(state, tables, prices, turn, best, p):
 @njit
 def _best_successor(state, tables, prices, turn, best, p):
     """Return (gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
-    move_cost, slot_of, primary = prices.move_cost, state.slot_of, state.primary
+    move_cost = prices.move_cost
+    slot_of, primary = state.slot_of, state.primary
     drop, add, instead = tables.drop, tables.add, tables.instead
     S = state.slots.shape[1]
     x, other = p // S, -1

@@ -57,10 +57,10 @@ def make_tables(state) -> Tables:
     return Tables(
         **{name: part.reshape(shape) for (name, shape), part in parts},
         sums=sums,
-        begin=(0, *ends[:-1].tolist()),  # where each of them begins there
+        begin=(0, *ends[:-1].tolist()),  # where each table begins in `sums`
         where=np.zeros((U, W), np.int32),  # the entries of `sums` to which each set adds
-        what=np.zeros((U, W)),  # what it adds
-        kept=np.zeros(U, np.int64),  # how many these are; -1: too many to keep
+        what=np.zeros((U, W)),  # the amounts
+        kept=np.zeros(U, np.int64),  # the number of entries; -1: too many to keep
         at=_make_homes(state),
     )
 
@@ -79,15 +79,15 @@ def _make_homes(state) -> Homes:
         counts=np.zeros((B, G), np.int64),  # experts that the rank computes
         node_counts=np.zeros((B, N), np.int64),
         to=np.zeros((B, G)),  # what the home costs if the rank computes the current expert
-        after=np.zeros(G),  # what the set costs after a change
-        joined=np.zeros((K, G)),  # what a further copy of each expert on each rank changes
+        after=np.zeros(G),  # the set's cost after a change
+        joined=np.zeros((K, G)),  # of the cost, by a further copy of each expert on each rank
         ranks=np.zeros(K * G, np.int64),  # of the copies of the experts
         slots=np.zeros(K * G, np.int64),
         starts=np.zeros(K + 1, np.int64),  # where each expert's copies begin in `ranks` and `slots`
         seen=np.zeros(G, np.int64),  # zero between sets
         seen_nodes=np.zeros(N, np.int64),
         entries=np.zeros(changes, np.int64),  # the entries of `sums` to which the set adds
-        amounts=np.zeros(changes),  # what it adds
+        amounts=np.zeros(changes),
     )
 
 

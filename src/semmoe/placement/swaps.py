@@ -39,12 +39,12 @@ def make_gains(state) -> Gains:
 def contribute(state, gains, sets, count, sign):
     """Add sign times the contributions of `sets[:count]` to the tables."""
     (activation, per_rank, per_node), node_of = state.weights, state.node_of
-    K, G, N = state.sets.shape[1], state.slots.shape[0], state.near.shape[1]
-    ranks = np.zeros(K, np.int64)
-    counts, node_counts = np.zeros(G, np.int64), np.zeros(N, np.int64)  # the set's experts; zero between sets
+    K, G = state.sets.shape[1], state.slots.shape[0]
+    ranks, counts = np.zeros(K, np.int64), np.zeros(G, np.int64)  # counts of the set's experts are zero between sets
+    node_counts = np.zeros(state.near.shape[1], np.int64)
     more = np.zeros(G)  # value of each of the set's homes with one expert more
     reach = np.zeros(G)  # cost of reaching each rank
-    change = np.zeros(G)  # what the move of one expert to each rank changes
+    change = np.zeros(G)  # of the set's value, if an expert moves to each rank
     for c in range(count):
         u = sets[c]
         experts, d, weight = state.sets[u], state.group[u], sign * state.weight[u]
@@ -108,7 +108,8 @@ def _change_away(state, homes, d, x, gone, gone_nodes, change):
     No home of the set's group d hosts another of its experts; those reach `gone` ranks and `gone_nodes` nodes. homes:
     the set's experts by rank (G,) and by node (N,), and values (G,) with one expert more.
     """
-    (_, per_rank, per_node), (counts, node_counts, more), node_of = state.weights, homes, state.node_of
+    (_, per_rank, per_node), node_of = state.weights, state.node_of
+    counts, node_counts, more = homes
     lonely = node_counts[node_of[x]] == 1
     for y in range(counts.shape[0]):
         m = node_of[y]
@@ -134,7 +135,8 @@ def _value_away(state, d, node_counts, reached, reached_nodes, left, joined):
 @njit
 def best_swap(state, gains, prices, turn):
     """Return (gain per token, a, b) of the best swap of two experts that may move."""
-    rank_of, move, both = state.primary, gains.move, gains.both
+    move, both = gains
+    rank_of = state.primary
     best, first, other = -np.inf, -1, -1
     for a in range(rank_of.shape[0]):
         x = rank_of[a]

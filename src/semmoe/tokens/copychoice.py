@@ -17,8 +17,6 @@ from semmoe.core import Placement
 from semmoe.numeric.jit import njit
 from semmoe.topology import Topology
 
-MOST_EXPERTS = 16  # of a token, for the rule `cover`
-
 
 @dataclass(frozen=True)
 class CopyChoice:

@@ -118,6 +118,7 @@ def _start(rows):
     tokens, slices = rows.shape
     scores, totals, spread = np.empty((slices, tokens), np.int32), np.zeros(slices, np.int64), np.int64(0)
     high, low = np.full(tokens, LOWEST, np.int32), np.full(tokens, -(LOWEST + 1), np.int32)
+    lowest = np.int64(1 << 62)  # of the totals; their minimum by NumPy takes half a second to compile
     for s in range(slices):
         total = np.int64(0)
         for t in range(tokens):
@@ -127,9 +128,10 @@ def _start(rows):
             high[t] = max(high[t], value)
             low[t] = min(low[t], value)
         totals[s] = total
+        lowest = min(lowest, total)
     for t in range(tokens):
         spread += np.int64(high[t]) - low[t]
-    number, lowest, prices = max(tokens, 1), totals.min(), np.empty(slices, np.int32)
+    number, prices = max(tokens, 1), np.empty(slices, np.int32)
     for s in range(slices):
         prices[s] = np.int32((totals[s] - lowest) // number)
     return scores, prices, spread * FIRST_STEP // (64 * number)

@@ -43,10 +43,10 @@ RIDGES = (10.0, 100.0, 1000.0)
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Weights of one layer, whose columns are experts (E), and the layer's mean activations (E,).
+    """The weights of a layer, whose columns are experts (E), and the layer's mean activations (E,).
 
-    Rows: the intercept; E + 1 of the previous token, the last for tokens without one; F of the path; E of a token's
-    shares minus the mean; E of the running mean minus the mean.
+    Rows: the intercept; E + 1 of the previous token, the last for tokens that have none; F of the path; E of the
+    token's shares minus the mean; E of the running mean minus the mean.
     """
 
     weights: np.ndarray  # (rows, E)
