@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 26_359, 350, 50
+TOTAL, FILE, FUNCTION = 26_356, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 295,
@@ -35,9 +35,9 @@ ROOMS = {
     "checkpoint": 1294,
     "engines": 6940,
     "live": 2047,
-    "gateway": 354,
+    "gateway": 349,
     "report": 900,
-    "cli": 2761,
+    "cli": 2763,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

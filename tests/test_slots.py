@@ -108,7 +108,9 @@ def test_another_plan_s_shuffler_reserves_slots_anew(engine):
     rows, run = ENGINES[engine](before)
     for *this, _ in PASSES[:2]:
         run(step(*this))
-    rows.use(after)
+    rows.make = lambda plan: after
+    rows.prepare("another plan")
+    rows.switch()
     for *this, _ in PASSES[2:]:
         run(step(*this))
     assert len(before.new) == 2

@@ -35,6 +35,8 @@ def picker(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines on a port in use would precede ours
     import asyncio  # slow to import, so that `--help` of all commands does without
 
+    import grpc  # noqa: F401  # report a missing extra before anything else
+
     from semmoe.gateway.addresses import addresses_of, is_loopback
     from semmoe.gateway.picker import Picker, serve
     from semmoe.gateway.prompts import Tokenizer

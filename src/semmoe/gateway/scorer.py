@@ -30,11 +30,6 @@ class Scorer:
         self._scheduler, self._prices = CapacityScheduler(loaded.requests), loaded.requests.prices.astype(np.float64)
         self(np.zeros(1, np.int32))  # compiled, or read from the cache, before the first request waits for it
 
-    @property
-    def num_ranks(self) -> int:
-        """Data-parallel ranks: an engine's `--dp-size`, and the values of its `X-data-parallel-rank`."""
-        return len(self._prices)
-
     def __call__(self, prompt_ids: Prompt) -> tuple[np.ndarray, np.ndarray]:
         """Ranks (D,), best first, and their scores (D,), by the token ids of a prompt as the engine will see it."""
         scores = self._scheduler.score(prompt_ids) - self._prices
