@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semmoe.runtime.kernels.on_cpu import by_weight as by_weight  # it is plain torch
 from semmoe.runtime.rows import sum_in_order
 from semmoe.runtime.tables import ScoreTables, Turns
 from semmoe.tokens import slices
@@ -40,6 +39,11 @@ def order_of_real(ranks: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tenso
     counts = ((ranks[:, None] == every) & real[:, None]).sum(0, dtype=torch.int32)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(ranks), device=ranks.device))
     return torch.where(real[order], order, -1), inverse, counts
+
+
+def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
+    """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first."""
+    return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True)).to(kind)
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
