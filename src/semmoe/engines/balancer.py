@@ -22,7 +22,7 @@ class RequestBalancer:
 
     def __init__(self, plan: Plan) -> None:
         if not plan.requests.by_tables:
-            raise ValueError("this plan schedules no requests: it is for attention tp, or was solved without")
+            raise ValueError("this plan schedules no requests: solve one with --attention dp or hybrid")
         self._scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
 
     @property
