@@ -353,10 +353,14 @@ def test_other_paths_go_by_load(site, plan):
 
 
 def test_a_rank_that_runs_ahead_is_passed_over(site, plan):
-    """Requests that run on the plan's rank make it dearer, until the other one is chosen."""
+    """Requests that run on the plan's rank make it dearer, until the other one is chosen.
+
+    They are as long as the longest that the picker has seen.
+    """
     listen, _, ranks = site
-    ports, prompt = [server.server_port for server in ranks], plan[1][0]
-    best = int(Scorer(plan[0])(prompt)[0][0])
+    ports = [server.server_port for server in ranks]
+    best = int(Scorer(plan[0])(plan[1][0])[0][0])
+    prompt = plan[1][0] * 500  # an id counts once for the plan
     with held(ranks):
         sent = [completion(listen, prompt) for _ in range(8)]
     went = [one.end()["port"] for one in sent]
