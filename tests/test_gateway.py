@@ -353,7 +353,7 @@ def test_other_paths_go_by_load(site, plan):
 
 
 def test_a_rank_that_runs_ahead_is_passed_over(site, plan):
-    """Requests that run on the plan's rank make it dearer, until the other one is chosen.
+    """Requests that run on the plan's rank raise its price, until the other rank is chosen.
 
     They are as long as the longest that the picker has seen.
     """

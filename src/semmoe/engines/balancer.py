@@ -56,7 +56,7 @@ class Ages:
         self._sent[assigned.group].append((self._clock(), assigned))
 
     def ended(self, rank: int, unfinished: int, as_of: float) -> Iterator[Assigned]:
-        """Yield and forget the oldest requests of a rank, so that `unfinished` remain of those it knew at `as_of`."""
+        """Yield and forget the oldest requests that a rank knew at `as_of`, until `unfinished` requests remain."""
         sent = self._sent[rank]
         known = sum(when <= as_of - GRACE for when, _ in sent)
         for _ in range(known - unfinished):

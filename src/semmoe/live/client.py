@@ -28,7 +28,7 @@ PASS_PATH = "/health_generate"  # of SGLang: a request of one token, so that a s
 
 
 class ServerError(RuntimeError):
-    """What a server said instead of doing what it was asked."""
+    """A server refused an order, or failed while it carried it out."""
 
 
 @dataclass(frozen=True)

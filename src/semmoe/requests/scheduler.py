@@ -22,7 +22,7 @@ class Assigned:
 
 
 class RequestScheduler:
-    """Assigns requests by a request policy: `admit` assigns requests to groups, `finish` reports the end of one.
+    """Assigns requests by a request policy: `admit` assigns requests to groups, `finish` reports that a request ended.
 
     This base class keeps no ledger: every request is assigned on arrival, and no state of it is kept.
     """
