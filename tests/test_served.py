@@ -171,7 +171,6 @@ def test_a_load_is_the_same_for_every_configuration_of_a_round():
     assert len(load.prompts) == len(load.arrivals) == 20
     assert load.arrivals == sorted(load.arrivals)
     assert set(draw(prompts, 5.0, 4.0, 3, True).arrivals) == {0.0}
-    assert {len(p) for p in draw(prompts, 5.0, 4.0, 3, False, 17).prompts} == {17}
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
@@ -192,7 +191,7 @@ def test_every_table_has_a_placebo_and_what_must_hold_has_its_rivals(engine):
             by_load.setdefault((piece.attention, w, piece.ranks), set()).update(piece.names)
     assert all(AGAIN in names for (_, _, ranks), names in by_load.items() if ranks == 2)
     rates = [names for (_, w, _), names in by_load.items() if w.arrivals in dict(Settings().fractions)]
-    assert len(rates) == 6
+    assert len(rates) == 4
     assert all(COPIES in names for names in rates)
     assert any(AS_IT_COMES in names for names in rates)
 
@@ -270,8 +269,7 @@ def test_a_report_claims_what_is_there_and_no_more(tmp_path):
     sweep = serving_sweep(part)
     assert sweep.sweeps["dp"].objectives["median_ttft_ms"] == pytest.approx(5 * 109.5)
     assert sweep.claim("TP, plan, 8 redundant", "all at once", "request_throughput").ratio == pytest.approx(1.25)
-    assert set(sweep.runs("TP, vanilla")) == {"light", "7.5 requests/s", "11 requests/s", "all at once", "256 tokens",
-                                              "512 tokens", "1024 tokens"}  # fmt: skip
+    assert set(sweep.runs("DP, vanilla")) == {"light", "7.5 requests/s", "11 requests/s", "all at once"}
 
 
 def test_a_quick_file_claims_nothing_and_says_that_others_were_there(tmp_path):
