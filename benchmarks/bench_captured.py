@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from captured import Captured, NcclCommunicator
 from synthetic import make_fingerprint
 
 from semmoe.core import Placement, Plan
-from semmoe.engines.step import Step
+from semmoe.engines.step import Pass, Step
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import Looks, PathScores
 from semmoe.topology import Fingerprint, Topology
@@ -93,10 +92,9 @@ def over_prompts(case: Captured, requests: int) -> Callable[[], object]:
         rows=of_row, slots=np.arange(1, requests + 1), requests=[str(i) for i in range(requests)],
         decoding=np.zeros(rows, np.bool_),
     )  # fmt: skip
-    case.batch.forward_mode = SimpleNamespace(is_decode=lambda: False)
 
     def job() -> None:
-        case.shuffle.begin_pass(case.batch, lambda: step)
+        case.shuffle.begin(Pass(lambda: step, decodes=False))
         case()
 
     return job

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from semmoe.engines.private import open_folder
-from semmoe.engines.step import Step
+from semmoe.engines.step import Pass, Step
 from semmoe.live.recorder.files import Control, write_control
 from semmoe.live.recorder.memory import Rows
 from semmoe.live.recorder.passes import PassRecorder
@@ -28,10 +28,10 @@ from semmoe.live.recorder.recorder import LiveRecorder
 from semmoe.topology import Fingerprint
 
 LENGTH = 512  # tokens of a request
-Pass = tuple[list[str], np.ndarray, np.ndarray]
+Fed = tuple[list[str], np.ndarray, np.ndarray]
 
 
-def decode(tokens: int) -> Iterator[tuple[Pass, list[str]]]:
+def decode(tokens: int) -> Iterator[tuple[Fed, list[str]]]:
     """Passes of 64 requests with a token each, and the requests that end with the pass."""
     for first in range(0, tokens // LENGTH, 64):
         names = [f"request-{first + i:08d}" for i in range(64)]
@@ -40,7 +40,7 @@ def decode(tokens: int) -> Iterator[tuple[Pass, list[str]]]:
             yield (names, np.arange(64), np.full(64, position)), ended
 
 
-def prefill(tokens: int) -> Iterator[tuple[Pass, list[str]]]:
+def prefill(tokens: int) -> Iterator[tuple[Fed, list[str]]]:
     """Passes of 8 requests with 256 tokens each, half a request."""
     for first in range(0, tokens // LENGTH, 8):
         names = [f"request-{first + i:08d}" for i in range(8)]
@@ -100,11 +100,12 @@ def hooks(f: Fingerprint, buffered: bool, recording: bool, tokens: int = 64, pas
     ids = torch.randint(f.num_experts, (tokens, f.top_k), generator=generator)
     weights, begin = torch.rand(ids.shape, generator=generator), time.thread_time()
     for _ in range(passes):
-        recorder.begin(lambda: step)
+        recorder.begin(Pass(lambda: step, decodes=True))
         for layer in range(f.num_layers):
             if recorder.hooked:
                 recorder.observe(layer, ids, weights)
         recorder.end()
+        recorder.tell(slice(None))
     us = 1e6 * (time.thread_time() - begin) / (passes * tokens)
     return {"hooks": "buffer" if buffered else "host", "recording": recording, "us": us}
 

@@ -9,7 +9,7 @@ from ranks import on_ranks, on_threads
 from test_plan import CASES, make_plan
 
 from semmoe.core import Placement
-from semmoe.engines.host import check_same_plan
+from semmoe.engines.host import OnPlan
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.runtime.agreement import check_agreement, disagreement
 
@@ -23,7 +23,7 @@ def mirrored(plan):
 
 def outcome(comm, plan, **decides):
     try:
-        check_agreement(comm.group, plan, **decides)
+        check_agreement(comm.group, {"the plan": plan, **decides})
     except ValueError as error:
         return str(error)
     return None
@@ -90,6 +90,6 @@ def test_settings_that_need_a_plan_are_compared_without_its_path():
 
     def run(comm):
         settings = SglangSettings(plan=f"/node-{comm.rank}/plan", fused="1")
-        check_same_plan(comm.group, plan, settings)
+        OnPlan(plan, settings)._agree(comm.group)
 
     assert on_threads(2, run) == [None, None]

@@ -55,7 +55,7 @@ class Front:
         self.ages = Ages(self.clock)
 
     def choose(self, prompt, most=None):
-        [assigned] = self.balancer.admit([(prompt, most)])
+        assigned = self.balancer.admit(prompt, most)
         self.ages.add(assigned)
         return assigned.group
 
@@ -171,7 +171,7 @@ def test_a_namer_counts_unknown_ids_once_and_keeps_running_requests_when_the_pla
     namer = RequestNamer(plan(request_map()), counters)
 
     def choose(ids):
-        [found] = namer.admit([(ids, None)])
+        found = namer.admit(ids, None)
         return found.group
 
     assert [namer.name(None, lambda: choose([1, 99])) for _ in range(3)] == [0, 1, 0]

@@ -10,7 +10,7 @@ from test_tokens_slices import TOP_K
 
 from semmoe.core import Plan
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
-from semmoe.engines.step import SlotWatch, Step
+from semmoe.engines.step import Pass, SlotWatch, Step
 from semmoe.runtime.shuffler import PADDING_SLOT, Shuffler
 from semmoe.topology import Topology
 
@@ -87,7 +87,7 @@ def test_the_hooks_take_padded_rows_and_say_how_many_are_real():
     shuffle, norm = boundary(Shuffler(one_rank_plan(), 0, 0, "layer", "cpu"))
     hidden = torch.arange(5.0)[:, None].expand(-1, 2)
     prompts = step([3, 4], [0, 0], [2, 1])
-    shuffle.begin_pass(batch(False, [0, 0, 1, 0, 0], [3, 4], [0, 1, 0]), lambda: prompts)
+    shuffle.begin(Pass(lambda: prompts, decodes=False))
     whole, bound = one_layer(shuffle, norm, batch(False, [0, 0, 1, 0, 0], [3, 4], [0, 1, 0]), hidden)
     assert bound.tolist() == [3]
     assert torch.equal(whole[:3], hidden[:3] + 1)
@@ -95,7 +95,7 @@ def test_the_hooks_take_padded_rows_and_say_how_many_are_real():
     decoding = batch(True, [7, 8, 0], [3, 4, 0], [2, 1, 0])
     for begins in (True, False):  # while a graph is captured no pass begins
         if begins:
-            shuffle.begin_pass(decoding, None)
+            shuffle.begin(Pass(lambda: None, decodes=True))
         whole, bound = one_layer(shuffle, norm, decoding, hidden[:3])
         assert bound.tolist() == [2]
         assert torch.equal(whole[:2], hidden[:2] + 1)

@@ -80,14 +80,13 @@ os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp()
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from semmoe.live import watch
 from semmoe.engines.counters import Counters
-from semmoe.engines.host import description
-from semmoe.engines.settings import PluginSettings
 
 plans, done = [0xABC], [0]
 counters = Counters("rank-00000")
 counters.sources.append(lambda: iter([("plan_number", {"ep_rank": "0"}, plans[0])]))
 counters.sources.append(lambda: iter([("swaps", {"ep_rank": "0", "outcome": "done"}, done[0])]))
-counters.add("active", 1, **description("sglang 1", None, PluginSettings(plan="plans/first"), "dp", "no"))
+labels = {"engine": "sglang 1", "method": "vanilla", "attention": "dp", "shuffle": "no", "redundant": "0"}
+counters.add("active", 1, plan="first", **labels)
 for number in (0xABC, 0xDEF):
     plans[0], done[0] = number, int(number == 0xDEF)
     counters.publish()

@@ -24,6 +24,7 @@ from triton_runs import interpret
 
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
+from semmoe.engines.step import Pass
 from semmoe.runtime import kernels
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, fused_all_gather, fused_reduce_scatter, symmetric_buffers
@@ -126,7 +127,7 @@ def through_the_hooks(comm, buffers) -> list[torch.Tensor]:
     shuffle = BoundaryShuffle(shuffler, comm, {id(norm): 0}, lambda: SLOTS, buffers)
     decoding, out = batch(True, [7, 8, 3, 0], [3, 4, 9, 0], [2, 1, 5, 0]), []
     for _ in range(3):
-        shuffle.begin_pass(decoding, None)
+        shuffle.begin(Pass(lambda: None, decodes=True))
         hidden = torch.arange(8.0).view(4, 2) + 100 * comm.rank
         out.append(one_layer(shuffle, norm, decoding, hidden)[0])
         shuffle.end()

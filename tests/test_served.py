@@ -171,6 +171,7 @@ def test_a_load_is_the_same_for_every_configuration_of_a_round():
     assert len(load.prompts) == len(load.arrivals) == 20
     assert load.arrivals == sorted(load.arrivals)
     assert set(draw(prompts, 5.0, 4.0, 3, True).arrivals) == {0.0}
+    assert {len(p) for p in draw(prompts, 5.0, 4.0, 3, False, 17).prompts} == {17}
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
@@ -270,6 +271,8 @@ def test_a_report_claims_what_is_there_and_no_more(tmp_path):
     assert sweep.sweeps["dp"].objectives["median_ttft_ms"] == pytest.approx(5 * 109.5)
     assert sweep.claim("TP, plan, 8 redundant", "all at once", "request_throughput").ratio == pytest.approx(1.25)
     assert set(sweep.runs("DP, vanilla")) == {"light", "7.5 requests/s", "11 requests/s", "all at once"}
+    lengths = {f"{length} tokens" for length in (256, 512, 1024)}
+    assert set(sweep.runs("TP, vanilla")) == {"7.5 requests/s", "all at once"} | lengths
 
 
 def test_a_quick_file_claims_nothing_and_says_that_others_were_there(tmp_path):

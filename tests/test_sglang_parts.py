@@ -11,7 +11,7 @@ from test_boundary import begins
 
 from semmoe.cli.demo import MODEL
 from semmoe.core import Placement, Plan
-from semmoe.engines.launch import command_line, join
+from semmoe.engines.launch import Asked, command_line, join
 from semmoe.engines.settings import from_environment
 from semmoe.engines.sglang import launch
 from semmoe.engines.sglang.location import ChosenCopies, check_dispatch, check_location
@@ -124,7 +124,8 @@ def serve(tmp_path, monkeypatch, attention, redundant, *options, shuffle="layer"
         fingerprint=plan.fingerprint,
     )
     given = SglangSettings(control=str(tmp_path), shuffle=shuffle)
-    return launch.server(model, plan, topology, given, "h", 1, list(options))[1]
+    asked = Asked(model=model, topology=topology, settings=given, host="h", port=1, options=list(options))
+    return launch.planned(asked, plan)[1]
 
 
 def test_passes_over_prompts_are_not_captured_where_tokens_are_shuffled(tmp_path, monkeypatch):
@@ -221,11 +222,3 @@ def test_a_slot_begins_anew_where_tokens_do_not_follow():
     assert begins(watch, read_step(batch([2, 1], [0, 3], [5, 2]))) == [5]  # preempted, or another request
     assert begins(watch, read_step(batch([1], [2], [5], extend=False))) == []
     assert begins(watch, read_step(batch([], [], []))) == []
-
-
-def test_the_wait_of_a_window_is_read_and_checked():
-    assert from_environment(SglangSettings, {}).window_seconds == 0
-    assert from_environment(SglangSettings, {"SEMMOE_WINDOW_MS": "2.5"}).window_seconds == 0.0025
-    for wrong in ("-1", "10001", "nan", "soon"):
-        with pytest.raises(ValueError, match="SEMMOE_WINDOW_MS must lie between 0 and 10,000, not"):
-            from_environment(SglangSettings, {"SEMMOE_WINDOW_MS": wrong})

@@ -8,7 +8,7 @@ import torch
 
 from semmoe.engines.layer import TokenRows
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
-from semmoe.engines.step import Step
+from semmoe.engines.step import Pass, Step
 from semmoe.engines.transformers.planned import PlannedModel
 from semmoe.runtime.shuffler import PADDING_SLOT
 
@@ -78,7 +78,7 @@ def by_sglang(told):
         arrays = map(torch.from_numpy, (this.token_ids, this.slots, this.positions))
         names = "input_ids", "req_pool_indices", "positions"
         batch = SimpleNamespace(forward_mode=mode, **dict(zip(names, arrays, strict=True)))
-        rows.begin_pass(batch, lambda: this)
+        rows.begin(Pass(lambda: this, mode.is_decode()))
         rows._start(this.num_tokens + 3, batch)
         assert rows.shuffled
         rows.end()

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from semmoe.engines import support
-from semmoe.engines.support import State, Use, cautions, check, problems
-from semmoe.engines.support_rows import FAMILIES, FEATURES, QUANTISATION
+from semmoe.engines.support import FAMILIES, FEATURES, QUANTISATION, State, Use, cautions, check, problems
 from semmoe.topology import Topology
 
 QWEN = {"model_type": "qwen3_moe"}

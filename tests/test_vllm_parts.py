@@ -9,14 +9,14 @@ import torch
 from test_boundary import begins
 
 from semmoe.core import Placement, Plan
-from semmoe.engines.hooks import Hook
-from semmoe.engines.launch import join
+from semmoe.engines.hooks import Hook, check
+from semmoe.engines.launch import Asked, join
 from semmoe.engines.settings import from_environment
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.placement import PlacedExperts, layer_index, refuse_reload, unpacked
 from semmoe.engines.vllm.profile import Passes
-from semmoe.engines.vllm.registry import around, prove
+from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
@@ -253,7 +253,7 @@ def test_hooks_wrap_methods_static_methods_and_properties(monkeypatch):
 
 def test_what_moved_is_named():
     with pytest.raises(RuntimeError, match=r"gone.*; .*has no parameter y"):
-        prove([Hook(f"{__name__}.Engine.gone", "a"), Hook(f"{__name__}.Engine.method", "b", ("y",))])
+        check([Hook(f"{__name__}.Engine.gone", "a"), Hook(f"{__name__}.Engine.method", "b", ("y",))])
 
 
 def test_arguments_say_the_topology():
@@ -317,6 +317,11 @@ def test_settings_of_vllm():
         from_environment(VllmSettings, {"SEMMOE_FUSED": "1"})
 
 
+def asked(folder, options, **settings):
+    given = VllmSettings(control=str(folder), **settings)
+    return Asked(model="m", topology=Topology(ep_size=2), settings=given, host="127.0.0.1", port=8000, options=options)
+
+
 @pytest.mark.parametrize(
     ("options", "given", "expected"),
     [
@@ -331,8 +336,7 @@ def test_settings_of_vllm():
 def test_shuffled_passes_are_captured_where_the_all_to_all_allows_it(options, given, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
     shuffles = SimpleNamespace(tokens=SimpleNamespace(by_tables=True), requests=SimpleNamespace(by_tables=False))
-    settings = VllmSettings(control=str(tmp_path), **given)
-    words = launch.server("MODEL", shuffles, Topology(ep_size=2), settings, "127.0.0.1", 8000, options)[1]
+    words = launch.planned(asked(tmp_path, options, **given), shuffles)[1]
     assert {"--compilation-config", "--enforce-eager"} & set(words) == ({expected} if expected else set())
 
 
@@ -340,30 +344,19 @@ def test_what_the_user_says_of_graphs_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "on_cpu", lambda: False)
     shuffles = SimpleNamespace(tokens=SimpleNamespace(by_tables=True), requests=SimpleNamespace(by_tables=False))
     given = ["--all2all-backend", "nixl_ep", "--enforce-eager"]
-    settings = VllmSettings(control=str(tmp_path))
-    words = launch.server("MODEL", shuffles, Topology(ep_size=2), settings, "127.0.0.1", 8000, given)[1]
+    words = launch.planned(asked(tmp_path, given), shuffles)[1]
     assert words[-3:] == given
     assert "--compilation-config" not in words
 
 
 def test_a_node_without_a_front_end_is_not_told_how_many_it_has(tmp_path):
-    def words(*options):
-        given = VllmSettings(control=str(tmp_path))
-        return launch.server("MODEL", None, Topology(ep_size=2), given, "127.0.0.1", 8000, [*options])[1]
-
-    assert "--api-server-count" in words()
-    assert "--api-server-count" not in words("--headless")
-
-
-def test_a_window_is_refused_before_the_start_since_the_front_end_cannot_hold_requests():
-    with pytest.raises(ValueError, match=r"cannot hold requests .* omit --window-ms"):
-        from_environment(VllmSettings, {"SEMMOE_WINDOW_MS": "5"})
-    assert from_environment(VllmSettings, {"SEMMOE_WINDOW_MS": "0"}).window_seconds == 0
+    assert "--api-server-count" in launch.vanilla(asked(tmp_path, []))[1]
+    assert "--api-server-count" not in launch.vanilla(asked(tmp_path, ["--headless"]))[1]
 
 
 def test_routed_experts_are_not_returned_where_tokens_are_split(tmp_path):
     """vLLM takes a rank's rows for those of all its tokens, in their order."""
     tables = SimpleNamespace(by_tables=True)
-    where = Topology(ep_size=2), VllmSettings(control=str(tmp_path)), "127.0.0.1", 1
+    shuffles = SimpleNamespace(tokens=tables, requests=tables)
     with pytest.raises(ValueError, match="omit --enable-return-routed-experts, or use attention dp"):
-        launch.server("m", SimpleNamespace(tokens=tables, requests=tables), *where, ["--enable-return-routed-experts"])
+        launch.planned(asked(tmp_path, ["--enable-return-routed-experts"]), shuffles)

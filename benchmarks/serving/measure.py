@@ -102,9 +102,10 @@ def counted(b: Bench, server: Server, load: Load, network: Network) -> tuple[Ans
 
 
 def load_of(b: Bench, workload: Workload, links: Links, number: int) -> Load:
+    s, length = b.settings, workload.length
     at_once = workload.arrivals == AT_ONCE
-    rate = links.at_once if at_once else links.rates[workload.arrivals]
-    return draw(b.prompts, rate, b.settings.seconds, number, at_once)
+    rate = s.length_rate if length else links.at_once if at_once else links.rates[workload.arrivals]
+    return draw(b.prompts, rate, s.seconds, number, at_once, length)
 
 
 def measure(b: Bench, records: Records, piece: Piece) -> None:

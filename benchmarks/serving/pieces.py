@@ -30,6 +30,7 @@ class Settings:
     rounds: int = 7
     seconds: float = 15.0  # of arrivals; all at once take vanilla so long on the slowest links
     fractions: tuple[tuple[str, float], ...] = ((LOW, 0.3), (KNEE, 0.75), (SATURATION, 1.1))  # of vanilla's at once
+    length_rate: float = 1.0
     output_tokens: int = 16
     probes: int = 7  # of each link search
     warmup: int = 32  # requests, at once
@@ -40,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    arrivals: str  # LOW, KNEE, SATURATION, AT_ONCE
+    arrivals: str  # LOW, KNEE, SATURATION, AT_ONCE, or `N tokens`: prompts of one length at a low rate
     share: int = MAIN  # which link
 
     def __str__(self) -> str:
@@ -49,6 +50,10 @@ class Workload:
     def seconds(self, s: Settings) -> float:
         """About how long it takes vanilla; as many requests at once are served sooner on faster links."""
         return s.seconds * ((100 - MAIN) / (100 - self.share) if self.arrivals == AT_ONCE else 1)
+
+    @property
+    def length(self) -> int:
+        return int(self.arrivals.split()[0]) if self.arrivals.endswith(" tokens") else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,7 @@ def published(engine: str, s: Settings) -> list[Piece]:
     found = [piece for attention in attentions for piece in _rates(engine, attention, s)]
     found += [_shares(attention) for attention in attentions]
     found += [piece for attention in attentions for piece in _crossed(engine, attention)]
-    found += [_four_ranks(attention) for attention in attentions]
+    found += [_lengths(), *(_four_ranks(attention) for attention in attentions)]
     return found
 
 
@@ -116,6 +121,11 @@ def _shares(attention: str) -> Piece:
     """Requests at once, by the link; attention-TP on the slowest alone."""
     loads = tuple(Workload(arrivals=AT_ONCE, share=share) for share in SHARES if attention == "dp" or share == MAIN)
     return Piece(name=f"{attention}-shares", attention=attention, beside=(COPIES, AGAIN), workloads=loads)
+
+
+def _lengths() -> Piece:
+    loads = tuple(Workload(arrivals=f"{length} tokens") for length in (256, 512, 1024))
+    return Piece(name="tp-lengths", attention="tp", beside=(COPIES, AGAIN), workloads=loads)
 
 
 def _four_ranks(attention: str) -> Piece:

@@ -117,7 +117,7 @@ def _musts(found: list[Table]) -> Iterator[str]:
 def _held(table: Table) -> Iterator[list[str]]:
     """At a rate of arrivals: times on the plan over those of the best rival of the same rounds."""
     row, rival = table.row(COPIES), table.row(AS_IT_COMES)
-    if row is None or table.workload.arrivals == AT_ONCE:
+    if row is None or table.workload.length or table.workload.arrivals == AT_ONCE:
         return
     for name in TIMES:
         figure = FIGURES[name]

@@ -26,7 +26,7 @@ def as_sweep(records: Records, found: list[Table]) -> dict[str, Any]:
         for attention, limits in objectives.items() if limits
     }  # fmt: skip
     own = [table for table in found if table.ranks == 2 and table.workload.share == MAIN]
-    told = {**records.header, **records.header["settings"]}
+    told = {**records.header, **records.header["settings"], "length_requests": _length_requests(records)}
     visits = [visit for table in _visits(records, objectives).values() for visit in table]
     claims = [entry for table in own for entry in _claims(records, table)]
     return checked(ServingSweep, {"settings": told, "sweeps": sweeps, "visits": visits, "claims": claims})
@@ -42,8 +42,8 @@ def objective(records: Records, attention: str) -> dict[str, float]:
 def run_name(records: Records, attention: str, workload: Workload) -> str:
     """As readers of sweeps know it."""
     named = {LOW: LIGHT, AT_ONCE: ALL_AT_ONCE}
-    if workload.arrivals in named:
-        return named[workload.arrivals]
+    if workload.arrivals in named or workload.length:
+        return named.get(workload.arrivals, workload.arrivals)
     return f"{records.links[attention].rates[workload.arrivals]:g} requests/s"
 
 
@@ -121,3 +121,8 @@ def _claims(records: Records, table: Table) -> list[dict[str, Any]]:
                 "says": claim(found, others, table.least),
             })  # fmt: skip
     return out
+
+
+def _length_requests(records: Records) -> int:
+    s = settings_of(records)
+    return round(s.length_rate * s.seconds)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import aiohttp
 
 from semmoe.cli.demo import MODEL
-from semmoe.engines.launch import command_line
+from semmoe.engines.launch import Asked, command_line
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.plan import load_plan
@@ -38,14 +38,16 @@ class Vllm(Engine):
     WRONG_RANK_HEADERS: ClassVar[dict[str, str]] = {"X-data-parallel-rank": "99"}
 
     def serve(self, up: SetUp, folder: Path, port: int, options: dict[str, Any]) -> Command:
-        plan = load_plan(up.plan) if up.plan else None
         settings = VllmSettings(
             plan=str(up.plan or ""), schedule=up.schedule, shuffle=up.shuffle, control=str(folder),
             # Without data parallelism vLLM's own way has no all-to-all: every rank of an attention group has all rows.
             sequence_parallel="1" if up.attention == "tp" and up.all_to_all else "",
         )  # fmt: skip
         words = command_line(self.OPTIONS | self.BY_ATTENTION.get(up.attention, {}) | options)
-        environment, words = launch.server(str(MODEL), plan, up.topology, settings, "127.0.0.1", port, words)
+        asked = Asked(
+            model=str(MODEL), topology=up.topology, settings=settings, host="127.0.0.1", port=port, options=words
+        )
+        environment, words = launch.planned(asked, load_plan(up.plan)) if up.plan else launch.vanilla(asked)
         path = os.pathsep.join(filter(None, [str(PATIENT), os.environ.get("PYTHONPATH")]))
         plugins = environment["VLLM_PLUGINS"] + ",semmoe_patient"
         return Command(python(*words), environment | {"PYTHONPATH": path, "VLLM_PLUGINS": plugins})

@@ -7,9 +7,7 @@ from semmoe.io.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, s
 GRANULARITIES = ("layer", "batch")  # attention-TP: slices are decided once per layer or once per batch
 SEED = (0, (1 << 32) - 1)
 TOKENS = (1, 1 << 24)  # least and most tokens of a batch
-MOST_WAIT_MS = 10_000
 SHUFFLE_FROM_HELP = "attention-TP: least rows of a pass whose tokens are shuffled; 0: the plan's own number."
-WINDOW_HELP = "attention-DP: requests that arrive within so many ms are assigned together; 0: each at once."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +165,6 @@ class ServeSettings(Checked):
         "layer", ("layer", "batch", "off"), help="attention-TP: how often the ranks of tokens are decided."
     )
     shuffle_from: int = number(0, 0, 1 << 30, help=SHUFFLE_FROM_HELP)
-    window_ms: float = number(0, 0, MOST_WAIT_MS, help=WINDOW_HELP)
     port: int = number(30000, 1, 65_535, panel="Output", help="Port to listen on.")
 
 

@@ -15,6 +15,7 @@ from semmoe.cli import options
 from semmoe.cli.app import PASSED_ON, SERVING, command
 from semmoe.core import Plan
 from semmoe.engines import ownership, supervisor, support
+from semmoe.engines.launch import Asked
 from semmoe.engines.settings import PLANS, PluginSettings
 from semmoe.io import console
 from semmoe.settings import ServeSettings
@@ -62,7 +63,6 @@ def serve(
         schedule=asked.schedule,
         shuffle=asked.shuffle,
         shuffle_from=str(asked.shuffle_from or ""),
-        window_ms=f"{asked.window_ms:g}" if asked.window_ms else "",
         control=str(folder),
     )
     launch = importlib.import_module(f"semmoe.engines.{asked.engine}.launch")
@@ -71,7 +71,8 @@ def serve(
         held = ownership.claim(folder)
         _forget(folder)
         ownership.share(held)
-    variables, words = launch.server(model, chosen, topology, plugin, host, asked.port, ctx.args)
+    server = Asked(model=model, topology=topology, settings=plugin, host=host, port=asked.port, options=ctx.args)
+    variables, words = launch.planned(server, chosen) if chosen else launch.vanilla(server)
     _announce(variables, words, folder)
     if dry_run:
         return
@@ -104,8 +105,6 @@ def _check(model: str, plan: Plan | None, topology: Topology, asked: ServeSettin
     from semmoe.engines.transformers.config import fingerprint_of
 
     shuffles, schedules = asked.shuffle != "off", asked.schedule == "plan"
-    if asked.window_ms and (plan is None or not schedules or not plan.requests.by_tables):
-        raise ValueError("--window-ms has no effect: requests are assigned only by a plan for attention dp or hybrid")
     options.check_shuffle_from(asked.shuffle_from, plan, shuffles)
     if plan is None:
         # raises an error if sizes do not divide

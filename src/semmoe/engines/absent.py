@@ -19,7 +19,7 @@ class NoShuffle:
 
     active = False
     comms: Sequence[Communicator] = ()
-    begin_step = begin_pass = end = listen = observe = prepare = switch = _nothing
+    begin = end = listen = observe = prepare = switch = _nothing
 
     def readings(self, labels: Mapping[str, str]) -> Iterator[Reading]:
         """Yield nothing: no pass is shuffled."""
@@ -41,7 +41,7 @@ class NoRecorder:
 
     recording = hooked = False
     waiting: Step | None = None
-    begin = observe = put = end = close = tell = finish = _nothing
+    begin = observe = put = end = tell = finish = _nothing
 
 
 class NoTraffic:

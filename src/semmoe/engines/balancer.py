@@ -6,7 +6,7 @@ Some engines report the end of each request (`finish`). Others report only how m
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -30,10 +30,10 @@ class RequestBalancer:
         """Prompt ids outside the tables so far."""
         return self._scheduler.unknown_tokens
 
-    def admit(self, requests: Sequence[tuple[Prompt, int | None]]) -> list[Assigned]:
-        """Assign requests that arrived together: the prompt of each, and its most new tokens (None: no limit)."""
-        expected = [expected_tokens(self._scheduler.mean_length, most) for _, most in requests]
-        return self._scheduler.admit([np.asarray(ids, np.int64) for ids, _ in requests], expected)
+    def admit(self, prompt_ids: Prompt, max_new_tokens: int | None) -> Assigned:
+        """Assign a request that decodes at most `max_new_tokens` (None: no limit)."""
+        expected = expected_tokens(self._scheduler.mean_length, max_new_tokens)
+        return self._scheduler.admit([np.asarray(prompt_ids, np.int64)], [expected])[0]
 
     def finish(self, assigned: Assigned) -> None:
         """Report that a request has ended or will never begin."""
@@ -61,8 +61,3 @@ class Ages:
         known = sum(when <= as_of - GRACE for when, _ in sent)
         for _ in range(known - unfinished):
             yield sent.popleft()[1]
-
-
-def warm_up(plan: Plan) -> None:
-    """Compile what assigns a window with a balancer that is thrown away, so that no request waits for it."""
-    RequestBalancer(plan).admit([(np.arange(64), None)] * 2)

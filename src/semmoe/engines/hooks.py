@@ -6,8 +6,9 @@ Each adaptor lists its `Hook`s in `semmoe.engines.<engine>.targets`, a module th
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,11 @@ class Hook:
     target: str  # dotted path: package.module.Class.method
     purpose: str  # why it is hooked
     parameters: tuple[str, ...] = ()  # parameters that the target must have
+
+
+Replacement: TypeAlias = tuple[
+    Hook, Callable[..., Any]
+]  # the function is called with the original before its arguments
 
 
 def problem(hook: Hook) -> str | None:
@@ -29,6 +35,13 @@ def problem(hook: Hook) -> str | None:
     if missing:
         return _line(f"{hook.target} ({hook.purpose}) has no parameter {', '.join(missing)}")
     return None
+
+
+def check(hooks: Sequence[Hook]) -> None:
+    """Raise RuntimeError naming every hook that does not fit the installed version."""
+    problems = [line for hook in hooks if (line := problem(hook))]
+    if problems:
+        raise RuntimeError("; ".join(problems))
 
 
 def cpu_patches(engine: str) -> Any:

@@ -1,14 +1,16 @@
 """Attach parts to a rank of an engine: those that all adaptors share, and the checks before a rank serves.
 
-A part that is not needed is one that does nothing, so that hooks need not ask.
+An adaptor has two kinds of ranks: one without a plan, and one that is this and `OnPlan`. A part that is not needed is
+one that does nothing, so that hooks need not ask.
 """
 
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -16,9 +18,10 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Counters, Reading
-from semmoe.engines.hooks import is_tried
+from semmoe.engines.hooks import Replacement, is_tried
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.settings import PluginSettings
+from semmoe.engines.step import Pass
 from semmoe.engines.traffic import RankTraffic
 from semmoe.live.recorder.files import refuse
 from semmoe.live.recorder.passes import Listener, PassRecorder
@@ -27,23 +30,23 @@ from semmoe.live.swap import NoSwapper, Swapper
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.traffic import TrafficCounter
-from semmoe.topology import Topology
+from semmoe.topology import Fingerprint, Topology
 
 log = logging.getLogger(__name__)
 
 
 class Host:
-    """The parts of a rank. An adaptor's subclass hooks its engine and attaches them once the model is loaded.
+    """The parts of a rank. An adaptor's subclass hooks its engine and attaches them once the model is loaded."""
 
-    engine, version: for people and labels. tried: the version that semmoe was tested with.
-    """
+    ENGINE: ClassVar[str]
+    VERSION: ClassVar[str]  # that is installed
+    TRIED: ClassVar[str]  # the version that semmoe was tested with
 
-    def __init__(self, plan: Plan | None, settings: PluginSettings, engine: str, version: str, tried: str) -> None:
-        self._plan = plan
+    shuffles = False  # whether tokens are to be shuffled by a plan
+    num_nodes = 1
+
+    def __init__(self, settings: PluginSettings) -> None:
         self._settings = settings
-        self._engine = engine
-        self._version = version
-        self._tried = tried
         self._rank = 0  # in the expert-parallel group
         self._shuffle: Any = NoShuffle()  # the engine's kind of TokenRows
         self._recording: PassRecorder | NoRecorder = NoRecorder()
@@ -52,43 +55,49 @@ class Host:
         self.swapper: Swapper | NoSwapper = NoSwapper("no model is loaded")
         self.dispatch_comms: list[Communicator] = []  # communicators of the all-to-all on a CPU
 
-    @property
-    def shuffles(self) -> bool:
-        """Whether tokens are to be shuffled by the plan."""
-        return self._settings.shuffles(self._plan)
+    def hooks(self) -> list[Replacement]:
+        """The places that this rank hooks, each with the function that replaces it."""
+        raise NotImplementedError
 
     def _guard(self, attach: Callable[[], None]) -> None:
         """Attach the parts; where one does not fit, report the reason, and let the engine end."""
         try:
             attach()
         except ValueError as error:
-            log.critical("semmoe: %s; %s does not start", error, self._engine)
+            log.critical("semmoe: %s; %s does not start", error, self.ENGINE)
             supervisor.report(self._settings.folder, str(error))
             raise
 
-    def _check_plan(self, plan: Plan, running: Topology, config: Any, sizes: tuple[int, int], model: str) -> None:
-        """Raise ValueError unless the engine runs the plan's model; sizes: MoE layers and physical experts per layer.
+    def _without_experts(self, model: Any) -> None:
+        """Do nothing for a model without experts that semmoe knows."""
 
-        model: its path or name.
-        """
-        check_plan(plan, self._engine, running, config, *sizes)
-        if self._rank == 0:
-            check_identity(plan, model)
+    def _agree(self, group: Any) -> None:
+        """Raise ValueError on every rank of a CPU process group unless all ranks are to serve in the same way."""
+        check_agreement(group, self._decisive())
+
+    def _decisive(self) -> dict[str, object]:
+        """What all ranks must have the same of, by name. Paths may differ between nodes."""
+        own = {"plan", "control"}
+        return {"settings": {n: value for n, value in asdict(self._settings).items() if n not in own}}
+
+    def _identity(self, model: str) -> Fingerprint:
+        """The model that is served; model: its path or name."""
+        from semmoe.engines.transformers.config import fingerprint_of
+
+        return fingerprint_of(model)
 
     def _record(self, reason: str, num_layers: int, model: str, buffer: Callable[[int, int], Tensor]) -> bool:
         """Attach a recorder if this rank sees every row of its attention group; otherwise tell the `reason`.
 
         model: its path or name, read without a plan. buffer: makes the buffer that graphs need, by (num_layers, top_k).
         """
-        from semmoe.engines.transformers.config import fingerprint_of
-
         folder = self._settings.folder
         assert folder is not None
         if reason:
             log.info("semmoe: no `semmoe record` here: %s", reason)
             refuse(folder, self._rank, reason)
             return False
-        identity = self._plan.fingerprint if self._plan else fingerprint_of(model)
+        identity = self._identity(model)
         made = buffer(num_layers, identity.top_k) if self._settings.record == "1" else None
         self._record_to(LiveRecorder(folder, identity, self._rank), num_layers, made)
         return True
@@ -98,6 +107,18 @@ class Host:
         self._recording = PassRecorder(listener, num_layers, buffer)
         self._shuffle.listen(self._recording.put)
 
+    @contextmanager
+    def _parts(self, this: Pass) -> Iterator[None]:
+        """Let the parts know of a forward pass, which the block runs."""
+        parts = self._shuffle, self._recording
+        for part in parts:
+            part.begin(this)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.end()
+
     def _degrade(self, reason: str) -> None:
         """Count this rank as degraded, and log a reason that is new."""
         line = self._check.degrade(reason) if reason else ""
@@ -106,10 +127,9 @@ class Host:
 
     def _publish(self, running: Topology, **labels: str) -> None:
         """Start publishing counters, and log that the plug-in is active (rank 0 at level INFO, others at DEBUG)."""
-        tell_untried(self._rank, self._engine.lower(), self._version, self._tried)
-        shuffle = self._settings.shuffle if self.shuffles else "no"
-        engine = f"{self._engine.lower()} {self._version}"
-        labels = description(engine, self._plan, self._settings, running.attention, shuffle) | labels
+        engine = self.ENGINE.lower()
+        tell_untried(self._rank, engine, self.VERSION, self.TRIED)
+        labels = {"engine": f"{engine} {self.VERSION}", "attention": running.attention} | self._description() | labels
         counters = Counters(f"rank-{self._rank:05d}", self._settings.folder)
         counters.sources.append(functools.partial(self._readings, RankTraffic(rank=self._rank, topology=running)))
         counters.add("active", 1, **labels)
@@ -117,11 +137,51 @@ class Host:
         words = ", ".join(f"{name} {value}" for name, value in labels.items())
         log.log(logging.INFO if self._rank == 0 else logging.DEBUG, "semmoe: active: %s", words)
 
+    def _description(self) -> dict[str, str]:
+        """Labels that say on which plan this rank serves, in the log and in the `active` counter."""
+        return {"method": "vanilla", "shuffle": "no", "redundant": "0", "plan": "none"}
+
     def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
         yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
         yield from self._shuffle.readings({"ep_rank": str(self._rank)})
         yield from self.swapper.readings()
         yield from self._check.readings()
+
+
+class OnPlan(Host):
+    """The parts of a rank that serves on a plan, in any engine; it precedes the adaptor's own class among the bases."""
+
+    def __init__(self, plan: Plan, settings: PluginSettings) -> None:
+        self.plan = plan
+        self.shuffles = settings.shuffles(plan)
+        self.num_nodes = plan.topology.num_nodes
+        super().__init__(settings)
+
+    def _decisive(self) -> dict[str, object]:
+        return {"the plan": self.plan, **super()._decisive()}
+
+    def _identity(self, model: str) -> Fingerprint:
+        return self.plan.fingerprint
+
+    def _description(self) -> dict[str, str]:
+        return {
+            "method": self.plan.method,
+            "shuffle": self._settings.shuffle if self.shuffles else "no",
+            "redundant": str(self.plan.placement.redundant_experts),
+            "plan": Path(self._settings.plan).name,
+        }
+
+    def _without_experts(self, model: Any) -> None:
+        raise ValueError(f"{type(model).__name__} has no MoE layer that semmoe knows")
+
+    def _check_plan(self, running: Topology, config: Any, sizes: tuple[int, int], model: str) -> None:
+        """Raise ValueError unless the engine runs the plan's model; sizes: MoE layers and physical experts per layer.
+
+        model: its path or name.
+        """
+        check_plan(self.plan, self.ENGINE, running, config, *sizes)
+        if self._rank == 0:
+            check_identity(self.plan, model)
 
 
 def check_plan(plan: Plan, engine: str, running: Topology, config: Any, num_layers: int, physical: int) -> None:
@@ -148,35 +208,12 @@ def check_plan(plan: Plan, engine: str, running: Topology, config: Any, num_laye
             raise ValueError(f"the model has {here} {name}, the plan was made for {planned}")
 
 
-def check_same_plan(group: Any, plan: Plan | None, settings: PluginSettings) -> None:
-    """Raise ValueError on every rank of a CPU process group unless all ranks have the same plan and settings.
-
-    Paths may differ between nodes and are not compared.
-    """
-    own = {"plan", "control"}
-    check_agreement(group, plan, settings={n: value for n, value in asdict(settings).items() if n not in own})
-
-
 def check_identity(plan: Plan, model: str) -> None:
     """Raise ValueError if `model` is a directory of another model than the plan's; other names are not checked."""
     from semmoe.engines.transformers.config import fingerprint_of
 
     if Path(model).is_dir():
         plan.check(fingerprint_of(model))
-
-
-def description(
-    engine: str, plan: Plan | None, settings: PluginSettings, attention: str, shuffle: str
-) -> dict[str, str]:
-    """Labels that describe a rank in the log and in the `active` counter."""
-    return {
-        "engine": engine,
-        "method": plan.method if plan else "vanilla",
-        "attention": attention,
-        "shuffle": shuffle,
-        "redundant": str(plan.placement.redundant_experts if plan else 0),
-        "plan": Path(settings.plan).name or "none",
-    }
 
 
 def tell_untried(rank: int, engine: str, version: str, tried: str) -> None:

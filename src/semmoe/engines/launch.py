@@ -1,7 +1,23 @@
 """Build the command line of `semmoe serve` for any engine: options that follow from the plan, and the user's."""
 
 from collections.abc import Set
+from dataclasses import dataclass
 from typing import Any
+
+from semmoe.engines.settings import PluginSettings
+from semmoe.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The server that a user asks for."""
+
+    model: str
+    topology: Topology
+    settings: PluginSettings  # with a control folder
+    host: str
+    port: int
+    options: list[str]  # the engine's own
 
 
 def command_line(values: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ from semmoe.runtime.shuffler import PADDING_SLOT, Shuffler
 
 
 class TokenRows:
-    """Shuffles one rank's rows. A pass begins with one of the `start` methods, and `end` ends it.
+    """Shuffles one rank's rows. A pass begins with `begin_step` or one of the `start` methods, and `end` ends it.
 
     `scatter` and `restore` enclose a feed-forward layer. An adaptor's hooks call them.
 
@@ -68,7 +68,7 @@ class TokenRows:
         self.routed: Any = None
         self.captured: Any = None
 
-    def begin(self, step: Step, device: torch.device) -> None:
+    def begin_step(self, step: Step, device: torch.device) -> None:
         """Begin a pass over these tokens, in contiguous slices if it has too few to shuffle."""
         self.end()
         num_rows = self.padded(step.num_tokens)

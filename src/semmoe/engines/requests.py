@@ -1,7 +1,7 @@
 """Name the data-parallel rank of requests in an engine's front end. On any error the engine's own choice is used."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from semmoe.core import Plan
 from semmoe.engines.balancer import RequestBalancer
@@ -42,30 +42,25 @@ class RequestNamer:
         if named is not None:
             self._counters.add("scheduled_requests", dp_rank=named, by="named")
             return None
-        return self.name_all(1, lambda: [choose()])[0]
-
-    def name_all(self, count: int, choose: Callable[[], Sequence[int | None]]) -> Sequence[int | None]:
-        """The ranks to give to `count` requests that name none; None where the engine should choose."""
-        ranks: Sequence[int | None] = [None] * count
+        rank = None
         try:
             self._switch()
-            ranks = choose()
+            rank = choose()
         except Exception:  # a request is served whatever happens here
-            self._counters.add("schedule_failures", count)
+            self._counters.add("schedule_failures")
             log.log(
                 logging.WARNING if self._failed else logging.ERROR,
                 "semmoe: a request could not be scheduled",
                 exc_info=not self._failed,
             )
             self._failed = True
-        for rank in ranks:
-            shown, by = ("any", "engine") if rank is None else (rank, "plan")
-            self._counters.add("scheduled_requests", dp_rank=shown, by=by)
-        return ranks
+        shown, by = ("any", "engine") if rank is None else (rank, "plan")
+        self._counters.add("scheduled_requests", dp_rank=shown, by=by)
+        return rank
 
-    def admit(self, requests: Sequence[tuple[Prompt, int | None]]) -> list[Assigned]:
-        """Assign requests by the balancer, and count the prompt ids outside its tables."""
-        found = self._balancer.admit(requests)
+    def admit(self, prompt_ids: Prompt, max_new_tokens: int | None) -> Assigned:
+        """Assign a request by the balancer, and count the prompt ids outside its tables."""
+        found = self._balancer.admit(prompt_ids, max_new_tokens)
         self._counters.add("unknown_tokens", self._balancer.unknown_tokens - self._unknown)
         self._unknown = self._balancer.unknown_tokens
         return found

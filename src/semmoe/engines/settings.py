@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from semmoe.core import NEVER, Plan
-from semmoe.settings import GRANULARITIES, MOST_WAIT_MS
+from semmoe.settings import GRANULARITIES
 
 PREFIX = "SEMMOE_"
 PLANS = "plans"  # in the control folder: plans that a server may be swapped to
@@ -21,7 +21,6 @@ class PluginSettings:
     schedule: str = "plan"  # "plan" or "engine": who assigns requests to data-parallel ranks
     shuffle: str = "layer"  # "layer", "batch" or "off": how often slices of attention-TP groups are decided
     shuffle_from: str = ""  # least rows of a pass whose tokens are shuffled; empty: the plan's own number
-    window_ms: str = ""  # requests that arrive within so many milliseconds are assigned together; empty: each at once
     control: str = ""  # a folder for activity files and `semmoe record`
     record: str = ""  # 1: routing can be recorded in CUDA graphs too, at the cost of a copy a layer in every pass
 
@@ -33,25 +32,19 @@ class PluginSettings:
         allowed = (*GRANULARITIES, "off")
         if self.shuffle not in allowed:
             raise ValueError(f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
-        if self.window_ms and not _is_wait(self.window_ms):
-            raise ValueError(f"SEMMOE_WINDOW_MS must lie between 0 and {MOST_WAIT_MS:,}, not {self.window_ms!r}")
         check_switch("RECORD", self.record)
 
     def served(self, plan: Plan) -> Plan:
         """Return the plan as it is served: with `shuffle_from` of these settings, if that is given."""
         return replace(plan, shuffle_from=int(self.shuffle_from)) if self.shuffle_from else plan
 
-    def shuffles(self, plan: Plan | None) -> bool:
+    def shuffles(self, plan: Plan) -> bool:
         """Whether tokens are shuffled by the plan."""
-        return plan is not None and plan.tokens.by_tables and self.shuffle != "off"
+        return plan.tokens.by_tables and self.shuffle != "off"
 
-    def schedules(self, plan: Plan | None) -> bool:
+    def schedules(self, plan: Plan) -> bool:
         """Whether requests are scheduled by the plan."""
-        return plan is not None and plan.requests.by_tables and self.schedule == "plan"
-
-    @property
-    def window_seconds(self) -> float:
-        return float(self.window_ms or 0) / 1000
+        return plan.requests.by_tables and self.schedule == "plan"
 
     @property
     def folder(self) -> Path | None:
@@ -71,13 +64,6 @@ def check_switch(name: str, value: str) -> None:
     """Raise ValueError unless the variable SEMMOE_<name> is 1, 0 or empty."""
     if value not in ("", "0", "1"):
         raise ValueError(f"{PREFIX}{name} must be 0, 1 or empty, not {value!r}")
-
-
-def _is_wait(text: str) -> bool:
-    try:
-        return 0 <= float(text) <= MOST_WAIT_MS
-    except ValueError:
-        return False
 
 
 def control_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

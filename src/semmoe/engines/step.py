@@ -1,6 +1,8 @@
 """The tokens of one forward pass, in the form that the parts of a plug-in use."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -31,6 +33,21 @@ class Step:
         requests = np.arange(len(self.slots))
         first, last = np.searchsorted(self.rows, requests), np.searchsorted(self.rows, requests, side="right") - 1
         return self.positions[first], self.positions[last]
+
+
+class Pass:
+    """A forward pass over real tokens. A part reads its step only if it needs it, since that waits for the device.
+
+    decodes: each request feeds one token, as in the passes that graphs replay.
+    """
+
+    def __init__(self, read: Callable[[], Step], decodes: bool) -> None:
+        self._read = read
+        self.decodes = decodes
+
+    @cached_property
+    def step(self) -> Step:
+        return self._read()
 
 
 class SlotWatch:

@@ -7,23 +7,128 @@ work by the engine's source but was never run; or it is refused. What is not in 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
 
 from semmoe.core import Plan
-from semmoe.engines.support_rows import (
-    FAMILIES,
-    FEATURES,
-    INSTEAD,
-    NAMES,
-    PARTS,
-    QUANTISATION,
-    Cell,
-    Family,
-    Feature,
-    Option,
-    State,
-)
+from semmoe.io.files import load_json
 from semmoe.topology import Topology
+
+ENGINES = ("sglang", "vllm")
+INSTEAD = "give the engine a checkpoint made by `semmoe apply`, without --plan"
+# How a plan runs on one engine with one family of models: experts placed by the plan under attention-DP and under
+# attention-TP (hybrid needs both), redundant experts, and tokens shuffled by the plan. Some families have one cell.
+PARTS = {
+    "any": "any plan",
+    "dp": "attention-DP",
+    "tp": "attention-TP",
+    "copies": "copies",
+    "shuffle": "tokens shuffled",
+}
+
+
+class State(str, Enum):
+    works = "works, by a test"
+    reading = "works by reading, not run"
+    refused = "refused"
+
+
+class Cell(NamedTuple):
+    state: State
+    note: str  # the test, what was read, or why it is refused and what to do instead
+
+
+Family = Mapping[str, Cell]  # by part
+
+
+class Option(NamedTuple):
+    """An option of an engine's command line that requests a feature."""
+
+    name: str  # with its dashes
+    off: tuple[str, ...] = ()  # values that do not request the feature
+    on: tuple[str, ...] = ()  # if not empty, the only values that request the feature
+
+
+class Row(BaseModel):
+    """A part of `support.json`. In its notes ENGINE is the engine, and {instead} is INSTEAD."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FamilyRow(Row):
+    name: str
+    test: str = ""  # of the parts that are not refused
+    refused: dict[str, dict[str, str]] = {}  # by engine and part: why, and what to do instead
+
+    def cells(self, engine: str) -> Family:
+        refused = {part: _cell("refused", why, engine) for part, why in self.refused.get(engine, {}).items()}
+        if "any" in refused:
+            return refused
+        return {part: refused.get(part, _cell("works", self.test, engine)) for part in PARTS if part != "any"}
+
+
+class CellRow(Row):
+    state: Literal["works", "reading", "refused"]
+    note: str
+
+    def cell(self, engine: str) -> Cell:
+        return _cell(self.state, self.note, engine)
+
+
+class FeatureRow(CellRow):
+    """A feature: `--a` requests it with any value, `--a=x,y` with these values alone, `--a!=x,y` with all others."""
+
+    name: str
+    sglang: str | None = None  # options that request it; None: the row is not about this engine
+    vllm: str | None = None
+    needs: str = ""  # the attribute of `Use` without which the feature does no harm; "" if there is none
+
+    @property
+    def options(self) -> dict[str, tuple[Option, ...]]:
+        """By engine."""
+        words = {engine: getattr(self, engine) for engine in ENGINES}
+        return {engine: tuple(map(_option, text.split())) for engine, text in words.items() if text is not None}
+
+    @property
+    def cells(self) -> dict[str, Cell]:
+        """By engine, for use with a plan."""
+        return {engine: self.cell(engine) for engine in self.options}
+
+
+class QuantisationRow(Row):
+    methods: list[str]
+    sglang: CellRow
+    vllm: CellRow
+
+
+class Support(Row):
+    families: dict[str, FamilyRow]  # by the model_type of config.json
+    features: list[FeatureRow]
+    quantisation: list[QuantisationRow]
+
+
+def _cell(state: str, note: str, engine: str) -> Cell:
+    return Cell(State[state], note.replace("ENGINE", engine).replace("{instead}", INSTEAD))
+
+
+def _option(text: str) -> Option:
+    name, _, values = text.partition("=")
+    listed = tuple(values.split(",")) if values else ()
+    return Option(name[:-1], off=listed) if name.endswith("!") else Option(name, on=listed)
+
+
+_SUPPORT = load_json(Path(__file__).with_name("support.json"), Support)
+NAMES = {kind: row.name for kind, row in _SUPPORT.families.items()}
+FAMILIES = {engine: {kind: row.cells(engine) for kind, row in _SUPPORT.families.items()} for engine in ENGINES}
+FEATURES = _SUPPORT.features
+QUANTISATION = {
+    method: {engine: getattr(row, engine).cell(engine) for engine in ENGINES}
+    for row in _SUPPORT.quantisation
+    for method in row.methods
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +213,7 @@ def _family(engine: str, config: Mapping[str, Any]) -> Family:
     return FAMILIES[engine].get(kind, {"any": Cell(State.refused, why)})
 
 
-def _asked(feature: Feature, use: Use) -> bool:
+def _asked(feature: FeatureRow, use: Use) -> bool:
     harmless = feature.needs and not getattr(use, feature.needs)
     return not harmless and any(_given(option, use.options) for option in feature.options.get(use.engine, ()))
 

@@ -59,7 +59,7 @@ class Ranks:
         """
         ranks, assigned = sorted(usable, key=lambda rank: self.running[rank]), None
         if prompt_ids is not None and ranks:
-            [assigned] = self._balancer.admit([(prompt_ids, None)])
+            assigned = self._balancer.admit(prompt_ids, None)
             if assigned.group in ranks:
                 ranks.insert(0, ranks.pop(ranks.index(assigned.group)))
             else:

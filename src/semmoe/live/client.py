@@ -12,7 +12,7 @@ from urllib.error import HTTPError, URLError
 
 from semmoe.core import Plan
 from semmoe.engines import supervisor
-from semmoe.engines.sglang import swap as sglang
+from semmoe.engines.sglang import targets as sglang
 from semmoe.live import watch
 from semmoe.live.http import PLAIN, Client
 from semmoe.live.recorder import control as recorder_control

@@ -236,19 +236,18 @@ class NoSwapper:
         yield from ()
 
 
-def attach(plan: Plan | None, experts: Experts | None, reason: str, group: Any, folder: Path) -> Swapper | NoSwapper:
-    """What swaps the plan of this rank, or says in its status why nothing can.
+def attach(plan: Plan, experts: Experts, group: Any, folder: Path) -> Swapper | NoSwapper:
+    """Return the swapper of this rank, or one that refuses if the model's experts cannot move."""
+    try:
+        check_weights(plan, experts)
+        return Swapper(plan, experts, group, folder)
+    except (ValueError, AssertionError, AttributeError) as error:  # a layout that the engine cannot move either
+        return decline(f"this model's experts cannot move: {_line(error)}", group, folder)
 
-    reason: why the engine cannot, if it cannot; experts: None then, or without a plan.
-    """
-    if plan is None or experts is None:
-        found: Swapper | NoSwapper = NoSwapper(reason or "this server runs without a plan: start it on one")
-    else:
-        try:
-            check_weights(plan, experts)
-            return Swapper(plan, experts, group, folder)
-        except (ValueError, AssertionError, AttributeError) as error:  # a layout that the engine cannot move either
-            found = NoSwapper(f"this model's experts cannot move: {_line(error)}")
+
+def decline(reason: str, group: Any, folder: Path) -> NoSwapper:
+    """Return a swapper that refuses for this reason, which the rank's status then states."""
+    found = NoSwapper(reason)
     tell(folder, found.status.model_copy(update={"rank": dist.get_rank(group)}))
     return found
 

@@ -4,6 +4,7 @@ Every rank computes slices by itself, without communication. Two ranks with diff
 exchange rows without an error, each in an order that the other does not expect.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,19 +12,18 @@ import torch
 import torch.distributed as dist
 
 from semmoe import __version__
-from semmoe.core import Plan
 from semmoe.numeric.digests import digest
 
 DIGEST = 32  # bytes of SHA-256
 
 
-def check_agreement(group: dist.ProcessGroup | None, plan: Plan | None, device: Any = "cpu", **decides: object) -> None:
+def check_agreement(group: dist.ProcessGroup | None, decisive: Mapping[str, object], device: Any = "cpu") -> None:
     """Compare across `group` everything that decides where tokens and experts go; every rank of the group must call it.
 
-    decides: further settings that must be equal on all ranks, by their name in messages. Raises ValueError on every
+    decisive: plans and settings that must be equal on all ranks, by their name in messages. Raises ValueError on every
     rank, naming the ranks that differ, unless all agree. Exchanges 32 bytes per name.
     """
-    stated = {"the version of semmoe": __version__, "the plan": plan, **decides}
+    stated = {"the version of semmoe": __version__, **decisive}
     digests = np.stack([digest(value) for value in stated.values()])  # (names, 32)
     own = torch.from_numpy(digests).to(device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

@@ -12,6 +12,7 @@ from semmoe.engines.sglang.rank import RankPlugin
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.step import read_step
+from semmoe.engines.step import Pass
 from semmoe.live.recorder.passes import PassRecorder
 from semmoe.plan import load_plan
 from semmoe.runtime.shuffler import Shuffler
@@ -67,7 +68,7 @@ def shuffle(plan):
 def route(shuffle, told, seed):
     """One pass: its slices of every layer, each layer's routing observed as the all-gather would tell it."""
     generator, slices = torch.Generator().manual_seed(seed), []
-    shuffle.begin_pass(told, lambda: read_step(told))
+    shuffle.begin(Pass(lambda: read_step(told), told.forward_mode.is_decode()))
     shuffle._start(len(told.input_ids), told)
     assert shuffle.shuffled
     for layer in range(LAYERS):
@@ -110,16 +111,17 @@ def test_drafts_are_not_recorded():
     recorder = PassRecorder(listener, 1)
     for mode, size in ((ForwardMode.TARGET_VERIFY, 4), (ForwardMode.DECODE, 1)):
         told = batch(mode, 3, size)
-        recorder.begin(lambda told=told: read_step(told))
+        recorder.begin(Pass(lambda told=told: read_step(told), mode.is_decode()))
         assert recorder.recording == (mode == ForwardMode.DECODE)
         recorder.put(0, torch.zeros((3 * size, TOP_K)))
         recorder.end()
+        recorder.tell(slice(None))
     assert listener.tokens == [11, 12, 13]
 
 
 def plugin(layers=2):
     """A rank's plug-in as `_attach` leaves it, with the model's blocks and one of a draft model."""
-    rank = RankPlugin(None, SglangSettings())
+    rank = RankPlugin(SglangSettings())
     blocks = [SimpleNamespace(layer_id=layer) for layer in range(layers)]
     rank._blocks, rank._experts_per_rank = {id(block) for block in blocks}, 4
     rank._traffic = Traffic()

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 def register() -> None:
     engine = "sglang" if find_spec("sglang") else "vllm"
-    plugin = import_module(f"semmoe.engines.{engine}.rank").RankPlugin
+    plugin = import_module(f"semmoe.engines.{engine}.planned").PlannedRank
     attach = plugin._attach
 
     def attach_stale(self, runner):
@@ -16,7 +16,7 @@ def register() -> None:
         from semmoe.plan import load_plan
 
         if dist.get_rank() == 1:
-            self._plan = load_plan(os.environ["STALE_PLAN"])
+            self.plan = load_plan(os.environ["STALE_PLAN"])
         return attach(self, runner)
 
     plugin._attach = attach_stale

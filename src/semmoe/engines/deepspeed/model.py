@@ -46,7 +46,7 @@ def apply_plan(model: Any, plan: Plan, *, shuffle: str = "predicted") -> "AutoEP
     module = getattr(model, "module", model)
     layers = autoep_layers(module)
     # before checks that may fail on a single rank
-    check_agreement(layers[0].ep_group, plan, module.device, shuffle=shuffle)
+    check_agreement(layers[0].ep_group, {"the plan": plan, "shuffle": shuffle}, module.device)
     if shuffle not in SHUFFLES:
         raise ValueError(f"shuffle must be one of {', '.join(SHUFFLES)}, not {shuffle!r}")
     if getattr(model, "optimizer", None) is not None:

@@ -2,13 +2,14 @@
 
 import hashlib
 import os
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 from semmoe.checkpoint.directory import read_config
 from semmoe.checkpoint.engine_maps import write_sglang
 from semmoe.core import Plan
-from semmoe.engines.launch import join
+from semmoe.engines.launch import Asked, join
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang.families import check_family
 from semmoe.topology import Topology
@@ -65,11 +66,6 @@ def arguments(
     return out | (CPU_ARGUMENTS if on_cpu else {})
 
 
-def graphs(plan: Plan | None, given: PluginSettings, on_cpu: bool) -> dict[str, str]:
-    """Disable the capture of passes over prompts, SGLang's default on CUDA, which would silently skip the shuffle."""
-    return {"cuda_graph_backend_prefill": "disabled"} if given.shuffles(plan) and not on_cpu else {}
-
-
 def environment(settings: PluginSettings, topology: Topology, on_cpu: bool) -> dict[str, str]:
     """Variables to add to the environment; on a CPU, cores are assigned to ranks round-robin."""
     if not on_cpu:
@@ -102,18 +98,27 @@ def check_options(plan: Plan, model: Path, options: list[str]) -> None:
         check_family(architecture, plan)
 
 
-def server(
-    model: str, plan: Plan | None, topology: Topology, given: PluginSettings, host: str, port: int, options: list[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Variables to add to the environment, and the words after `python`; options: SGLang's own, from the user."""
-    assert given.folder is not None
-    if plan is not None:
-        check_options(plan, Path(model), options)
-    cpu, location = on_cpu(), write_location(plan, Path(model), given.folder) if plan else None
-    redundant = plan.placement.redundant_experts if plan else 0
-    words = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
-    words += ["--enable-metrics"]
-    eager = graphs(plan, given, cpu)
-    decided = DECIDED | (PLACED if plan else set()) | ({GRAPHS} if eager else set())
-    words += join(arguments(topology, location, redundant, cpu) | eager, options, decided, "sglang.launch_server")
-    return environment(given, topology, cpu), words
+def vanilla(asked: Asked) -> tuple[dict[str, str], list[str]]:
+    """Variables to add to the environment, and the words after `python`, for a server without a plan."""
+    return _server(asked, arguments(asked.topology, None, 0, on_cpu()), DECIDED)
+
+
+def planned(asked: Asked, plan: Plan) -> tuple[dict[str, str], list[str]]:
+    """The same for a server on a plan. Raises ValueError if the user's options would keep it from taking effect."""
+    assert asked.settings.folder is not None
+    check_options(plan, Path(asked.model), asked.options)
+    location = write_location(plan, Path(asked.model), asked.settings.folder)
+    values = arguments(asked.topology, location, plan.placement.redundant_experts, on_cpu())
+    decided = DECIDED | PLACED
+    if asked.settings.shuffles(plan) and not on_cpu():
+        # By default SGLang captures passes over prompts on CUDA, which would silently skip the shuffle.
+        values |= {"cuda_graph_backend_prefill": "disabled"}
+        decided |= {GRAPHS}
+    return _server(asked, values, decided)
+
+
+def _server(asked: Asked, values: dict[str, Any], decided: Set[str]) -> tuple[dict[str, str], list[str]]:
+    words = ["-m", "sglang.launch_server", "--model-path", asked.model]
+    words += ["--host", asked.host, "--port", str(asked.port), "--enable-metrics"]
+    words += join(values, asked.options, decided, "sglang.launch_server")
+    return environment(asked.settings, asked.topology, on_cpu()), words

@@ -19,7 +19,7 @@ from semmoe.core import Plan
 from semmoe.engines.absent import NoShuffle
 from semmoe.engines.sglang.location import ChosenCopies
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
-from semmoe.engines.sglang.swap import LAYERS, REQUESTS, SWAP
+from semmoe.engines.sglang.targets import LAYERS, REQUESTS, SWAP
 from semmoe.io.bounds import MOST_LAYERS
 from semmoe.live.status import MOST_NUMBER
 from semmoe.live.swap import NoSwapper, Swapper

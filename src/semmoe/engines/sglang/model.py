@@ -55,10 +55,10 @@ def _expert_layers(model: torch.nn.Module) -> dict[int, Any]:
     return found
 
 
-def running_topology(plan: Plan | None) -> Topology:
+def running_topology(num_nodes: int) -> Topology:
     parallel = get_parallel()
-    nodes = plan.topology.num_nodes if plan else 1
-    return Topology(ep_size=parallel.moe_ep_size, dp_size=parallel.tp_size // parallel.attn_tp_size, num_nodes=nodes)
+    groups = parallel.tp_size // parallel.attn_tp_size
+    return Topology(ep_size=parallel.moe_ep_size, dp_size=groups, num_nodes=num_nodes)
 
 
 def most_rows() -> int:

@@ -2,11 +2,9 @@
 
 import functools
 import os
-from typing import Any
 
 from semmoe.core import Plan
-from semmoe.engines.counters import Counters
-from semmoe.engines.hooks import cpu_patches
+from semmoe.engines.hooks import Replacement, cpu_patches
 from semmoe.engines.sglang import targets
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.start import once, start
@@ -24,31 +22,29 @@ def on_cpu() -> bool:
 def _register(settings: SglangSettings) -> None:
     if not (settings.plan or settings.control or on_cpu()):
         return
+    from semmoe.engines.sglang.planned import PlannedRank
     from semmoe.engines.sglang.rank import RankPlugin
-    from semmoe.engines.sglang.registry import around, prove
+    from semmoe.engines.sglang.registry import install
     from semmoe.plan import load_plan
 
-    plan = load_plan(settings.plan) if settings.plan else None
-    hooks = [*targets.MODEL_HOOKS, *(targets.PLAN_HOOKS if plan is not None else ())]
-    rank = RankPlugin(plan, settings)
-    if on_cpu():
-        hooks += cpu_patches("sglang").patch(rank.dispatch_comms)
-    rank.register()
-    hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
-    if plan is not None and settings.schedules(plan):
-        hook = once("controller", settings.folder, functools.partial(_controller, plan, settings))
-        around(targets.SCHEDULE, lambda *call, **named: hook().dispatch(*call, **named))
-        around(targets.CONTROL, lambda *call: hook().told(*call))
-        hooks += targets.REQUEST_HOOKS
-        if settings.window_seconds > 0:
-            around(targets.EVENT_LOOP, lambda *call: hook().run(*call))
-            hooks += targets.WINDOW_HOOKS
-    if rank.shuffles:
-        hooks += targets.SHUFFLE_HOOKS
-    prove(hooks)
+    rank: RankPlugin
+    requests: list[Replacement] = []
+    if settings.plan:
+        plan = load_plan(settings.plan)
+        rank = PlannedRank(plan, settings)
+        requests = _scheduling(plan, settings) if settings.schedules(plan) else []
+    else:
+        rank = RankPlugin(settings)
+    patches = cpu_patches("sglang").patch(rank.dispatch_comms) if on_cpu() else ()
+    install([*rank.hooks(), *requests], patches)
 
 
-def _controller(plan: Plan, settings: SglangSettings, counters: Counters) -> Any:
+def _scheduling(plan: Plan, settings: SglangSettings) -> list[Replacement]:
+    """Hooks of the controller, which assigns requests."""
     from semmoe.engines.sglang.requests import RequestHook
 
-    return RequestHook(plan, counters, settings.window_seconds, settings.folder)
+    hook = once("controller", settings.folder, functools.partial(RequestHook, plan, settings.folder))
+    return [
+        (targets.SCHEDULE, lambda *call, **named: hook().dispatch(*call, **named)),
+        (targets.CONTROL, lambda *call: hook().told(*call)),
+    ]

@@ -1,23 +1,28 @@
-"""Register hooks with SGLang and verify that they are installed, since SGLang logs a failed plug-in and continues."""
+"""Install hooks with SGLang and verify that it did, since SGLang logs a failed plug-in and continues."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from semmoe.engines.hooks import Hook, problem
+from semmoe.engines.hooks import Hook, Replacement, check
 
 
 def around(hook: Hook, function: Callable[..., Any]) -> None:
-    """Replace the hook's target by `function(original, *args, **kwargs)`."""
+    """Register that the hook's target is replaced by `function(original, *args, **kwargs)`."""
     HookRegistry.register(hook.target, function, HookType.AROUND)
 
 
-def prove(hooks: Sequence[Hook]) -> None:
-    """Apply the registered hooks; raise RuntimeError naming every hook that does not fit or was not installed."""
-    problems = [line for hook in hooks if (line := problem(hook))]
-    if not problems:
-        HookRegistry.apply_hooks()
-        problems = [f"{hook.target} was not replaced" for hook in hooks if hook.target not in HookRegistry._patched]
-    if problems:
-        raise RuntimeError("; ".join(problems))
+def install(replacements: Sequence[Replacement], registered: Sequence[Hook]) -> None:
+    """Replace the targets of hooks; raise RuntimeError naming every one that is not replaced.
+
+    registered: further hooks, of which SGLang knows already.
+    """
+    hooks = [*(hook for hook, _ in replacements), *registered]
+    check(hooks)
+    for hook, function in replacements:
+        around(hook, function)
+    HookRegistry.apply_hooks()
+    lost = [f"{hook.target} was not replaced" for hook in hooks if hook.target not in HookRegistry._patched]
+    if lost:
+        raise RuntimeError("; ".join(lost))

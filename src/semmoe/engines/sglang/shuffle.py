@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from semmoe.engines.layer import TokenRows
-from semmoe.engines.step import Step
+from semmoe.engines.step import Pass, Step
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers
 from semmoe.runtime.shuffler import Shuffler
 
 
 class BoundaryShuffle(TokenRows):
-    """The hooks of one rank. `begin_pass` and `end` enclose a forward pass.
+    """The hooks of one rank. `begin` and `end` enclose a forward pass.
 
     All padded rows are shuffled: each rank's slice is as long as SGLang's own, with its tokens first. In a pass that is
     not shuffled SGLang's own code runs, whose slices are contiguous.
@@ -41,17 +41,17 @@ class BoundaryShuffle(TokenRows):
         super().__init__(shuffler, comm, num_slots, buffers=buffers)
         self._layers = layer_of_norm
         self._inside = False  # between the two hooks of a feed-forward layer
-        self._announced = False  # whether `begin_pass` was called, not while a graph is captured
+        self._announced = False  # whether `begin` was called, not while a graph is captured
         self._step: Step | None = None  # of an announced pass, except one that only decodes
         self._started = False  # whether this pass has reached its first layer
         # called with the name of every hook that ran at a MoE layer
         self.ran: Callable[[str], None] = lambda hook: None
 
-    def begin_pass(self, forward_batch: Any, read: Callable[[], Step]) -> None:
-        """Begin a pass; decode passes are not read here, since that would wait for the device."""
+    def begin(self, this: Pass) -> None:
+        """Begin a pass; one that decodes is not read here."""
         self.end()
         self._announced = True
-        self._step = None if forward_batch.forward_mode.is_decode() else read()
+        self._step = None if this.decodes else this.step
 
     def end(self) -> None:
         super().end()

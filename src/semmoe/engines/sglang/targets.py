@@ -3,6 +3,10 @@
 from semmoe.engines.hooks import Hook
 
 TRIED = "0.5.23"
+# settings by which `semmoe swap` reaches SGLang's processes, through `/set_internal_state`
+SWAP = "semmoe_swap"  # the number of a plan
+LAYERS = "semmoe_layers_per_pass"  # before it
+REQUESTS = "semmoe_requests"  # the number of the plan that the controller is to assign requests by
 _SRT = "sglang.srt."
 _BOUNDARY = _SRT + "layers.layer_boundary."
 _MOE = _SRT + "layers.moe."
@@ -29,10 +33,6 @@ SCHEDULE = Hook(
     _SRT + "managers.data_parallel_controller.DataParallelController.dispatching_with_trace",
     "send requests to data-parallel ranks",
     ("req",),
-)
-EVENT_LOOP = Hook(
-    _SRT + "managers.data_parallel_controller.DataParallelController.event_loop",
-    "send requests that were held to be assigned together",
 )
 REDUCE_SCATTER = Hook(
     _BOUNDARY + "prepare._attn_tp_reduce_scatter_update_read",
@@ -65,7 +65,6 @@ CONTROL = Hook(
     "assign requests by the plan swapped to",
     ("obj",),
 )
-
 NEW_WEIGHTS = Hook(
     _SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
     "refuse weights that do not go through the model's own loader, which places experts",
@@ -85,10 +84,4 @@ COPIES = Hook(
     ("topk_ids", "info"),
 )
 
-MODEL_HOOKS = (GUARD, LOAD_MODEL, TIED, FORWARD, ROUTED, ROUTED_DEEPEP, CAPTURE)
-PLAN_HOOKS = (NEW_WEIGHTS, EXPERT_SIZES, EXPERT_LAYER, COPIES)
-RECORD_HOOKS = (RELEASE, SETTINGS)
-REQUEST_HOOKS = (SCHEDULE, CONTROL)
-WINDOW_HOOKS = (EVENT_LOOP,)
-SHUFFLE_HOOKS = (REDUCE_SCATTER, GATHER, LAST_GATHER, PADDING)
-HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + WINDOW_HOOKS + SHUFFLE_HOOKS
+HOOKS = tuple(value for value in list(globals().values()) if isinstance(value, Hook))

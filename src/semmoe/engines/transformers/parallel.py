@@ -63,7 +63,7 @@ class ParallelModel(PlannedModel):
         attention_comm: Communicator,
         exchange: str = "all-to-all",
     ) -> None:
-        check_agreement(experts_comm.group, plan, model.device, exchange=exchange)
+        check_agreement(experts_comm.group, {"the plan": plan, "exchange": exchange}, model.device)
         super().__init__(model, plan, experts_comm, attention_comm)
         self._share = plan.placement.experts_per_rank
         self._reduces = exchange == "all-reduce"

@@ -75,7 +75,7 @@ class PlannedModel(ABC):
         self._real_rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
         if prefill or len(ids) != len(self._lengths):
             self._lengths = np.zeros(len(ids), np.int64)
-        self.rows.begin(self._step(ids, real, prefill), self.model.device)
+        self.rows.begin_step(self._step(ids, real, prefill), self.model.device)
 
     def _step(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> Step:
         """Read a batch (B, S), of which some tokens are real. Request i has slot i + 1, since 0 is padding."""

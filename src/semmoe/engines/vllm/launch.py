@@ -1,15 +1,13 @@
 """vLLM's own arguments and environment for a plan: what `semmoe serve` prints and runs."""
 
 import os
-from dataclasses import asdict
 from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from typing import Any
 
 from semmoe.core import Plan
-from semmoe.engines.launch import join
+from semmoe.engines.launch import Asked, join
 from semmoe.engines.settings import PluginSettings
-from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.io import console
 from semmoe.topology import Topology
 
@@ -87,28 +85,36 @@ def plugins() -> str:
     return ",".join(sorted({PLUGIN, *(entry.name for group in GROUPS for entry in entry_points(group=group))}))
 
 
-def server(
-    model: str, plan: Plan | None, topology: Topology, given: PluginSettings, host: str, port: int, options: list[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Variables to add to the environment, and the words after `python`; options: vLLM's own, from the user."""
-    assert given.folder is not None
-    cpu, settings = _runs_on_cpu(), VllmSettings(**asdict(given))
-    shuffles = settings.shuffles(plan)
-    # Use one front end, since each of several would see only a share of the requests.
+def vanilla(asked: Asked) -> tuple[dict[str, str], list[str]]:
+    """Variables to add to the environment, and the words after `python`, for a server without a plan."""
+    return _server(asked, arguments(asked.topology, _runs_on_cpu()))
+
+
+def planned(asked: Asked, plan: Plan) -> tuple[dict[str, str], list[str]]:
+    """The same for a server on a plan. Raises ValueError if the user's options would keep it from taking effect."""
+    cpu, options = _runs_on_cpu(), asked.options
+    shuffles = asked.settings.shuffles(plan)
     if shuffles and RETURNS in _names(options):
         raise ValueError(NOT_RETURNED)
+    check_balancer(plan, asked.settings, options)
     captured = not cpu and shuffles and captures(options)
-    values = arguments(topology, cpu or (shuffles and not captured))
-    values |= {"compilation_config": DECODE_GRAPHS} if captured and not OWN_GRAPHS & _names(options) else {}
-    values |= {} if "--headless" in options else {"api_server_count": 1}  # a node without a front end
-    check_balancer(plan, given, options)
-    if plan is not None and topology.ep_size > 1 and not cpu:
+    values = arguments(asked.topology, cpu or (shuffles and not captured))
+    if captured and not OWN_GRAPHS & _names(options):
+        values |= {"compilation_config": DECODE_GRAPHS}
+    if asked.topology.ep_size > 1 and not cpu:
         values |= all_to_all(options)
-    words = ["-m", "vllm.entrypoints.cli.main", "serve", model, "--host", host, "--port", str(port)]
-    meeting = given.folder / "prometheus"  # of vLLM's processes; `semmoe serve` empties it before a start
+    return _server(asked, values)
+
+
+def _server(asked: Asked, values: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    assert asked.settings.folder is not None
+    # One front end, since each of several would see only a share of the requests; some nodes have none.
+    values |= {} if "--headless" in asked.options else {"api_server_count": 1}
+    words = ["-m", "vllm.entrypoints.cli.main", "serve", asked.model, "--host", asked.host, "--port", str(asked.port)]
+    meeting = asked.settings.folder / "prometheus"  # of vLLM's processes; `semmoe serve` empties it before a start
     meeting.mkdir(mode=0o700, exist_ok=True)
-    variables = environment(settings, cpu) | {"PROMETHEUS_MULTIPROC_DIR": str(meeting)}
-    return variables, words + join(values, options, DECIDED, "vllm serve")
+    variables = environment(asked.settings, _runs_on_cpu()) | {"PROMETHEUS_MULTIPROC_DIR": str(meeting)}
+    return variables, words + join(values, asked.options, DECIDED, "vllm serve")
 
 
 def captures(options: list[str]) -> bool:
@@ -119,7 +125,7 @@ def captures(options: list[str]) -> bool:
     return not DRAFTS & _names(options) and _backend(options) not in ("", SENDS, *GATHERS)
 
 
-def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str]) -> None:
+def check_balancer(plan: Plan, given: PluginSettings, options: list[str]) -> None:
     """Raise ValueError if requests would bypass the plan's schedule."""
     other = sorted(OTHER_BALANCERS & _names(options) if "--headless" not in options else ())
     if other and given.schedules(plan):

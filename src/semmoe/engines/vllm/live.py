@@ -1,10 +1,10 @@
-"""Experts and routers of vLLM's layers on one rank: hooked at the start, and changed by swaps of the plan.
+"""Experts and copy choice of vLLM's layers on one rank, changed by swaps of the plan.
 
 Weights move by vLLM's own rearrangement, as its load balancer moves them, layer by layer.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +17,40 @@ from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inp
 
 from semmoe.core import Plan
 from semmoe.engines import supervisor
-from semmoe.engines.absent import NoShuffle, NoTraffic
+from semmoe.engines.absent import NoShuffle
 from semmoe.engines.vllm import targets
-from semmoe.engines.vllm.model import hook_routers
 from semmoe.engines.vllm.registry import add
-from semmoe.engines.vllm.routing import RealRows, RoutedLayer
+from semmoe.engines.vllm.routing import RoutedLayer
 from semmoe.engines.vllm.shuffle import LayerShuffle
 from semmoe.live.swap import NoSwapper, SwapError, Swapper
 from semmoe.runtime.copies import RankCopies, rank_copies, take_over
-from semmoe.runtime.traffic import TrafficCounter
 
 
 class LiveExperts:
-    """blocks: vLLM's expert layers in order. source: the rank whose copy choice is used.
+    """blocks: vLLM's expert layers in order; routed: their hooks. source: the rank whose copy choice is used.
 
     captured: whether graphs hold the addresses of tables.
     """
 
-    def __init__(self, blocks: Sequence[Any], source: int, real: RealRows, captured: bool) -> None:
-        self._blocks, self._source, self._real, self._captured = blocks, source, real, captured
-        self._routed: list[RoutedLayer] = []
-        self.shuffle: LayerShuffle | NoShuffle = NoShuffle()
+    def __init__(
+        self,
+        blocks: Sequence[Any],
+        routed: Sequence[RoutedLayer],
+        source: int,
+        shuffle: LayerShuffle | NoShuffle,
+        captured: bool,
+    ) -> None:
+        self._blocks, self._routed = blocks, routed
+        self._source = source
+        self._shuffle, self._captured = shuffle, captured
         self._copies: list[RankCopies] = []  # of the prepared plan, by layer
         self._buffer: list[Tensor] = []
-
-    def hook(
-        self,
-        plan: Plan | None,
-        traffic: TrafficCounter | NoTraffic,
-        drop_padding: bool,
-        observe: Callable[[int, Tensor, Tensor], None],
-    ) -> list[int]:
-        """Hook the routers of all layers; returns those that cannot be, whose kernels route by themselves."""
-        size = self._blocks[0].moe_config.num_experts // get_ep_group().world_size
-        copies: list[RankCopies | None] = [None] * len(self._blocks)
-        if plan is not None:
-            copies = [layer.to(self._real.count.device) for layer in rank_copies(plan, self._source)]
-
-        def hooks(place: int) -> RoutedLayer:
-            layer = RoutedLayer(place, copies[place], size, self._real, traffic, drop_padding, observe)
-            self._routed.append(layer)
-            return layer
-
-        return hook_routers(self._blocks, hooks)
 
     def prepare(self, plan: Plan) -> None:
         """Make the copy choice, the shuffler and the buffer; see `Experts`."""
         old = [layer.copies for layer in self._routed if layer.copies is not None]
         self._copies = take_over(old, rank_copies(plan, self._source), self._captured)
-        self.shuffle.prepare(plan)
+        self._shuffle.prepare(plan)
         self._buffer = [torch.empty_like(weight) for weight in self.weights(0)]
 
     def weights(self, layer: int) -> Sequence[Tensor]:
@@ -75,7 +60,7 @@ class LiveExperts:
     def move(self, layer: int, old: np.ndarray, new: np.ndarray) -> None:
         """By vLLM's rearrangement; its communicator for NCCL is plain torch and runs on gloo, too."""
         group = get_ep_group()
-        channel = group.cpu_group if self._real.count.device.type == "cpu" else group.device_group
+        channel = group.cpu_group if self.weights(layer)[0].device.type == "cpu" else group.device_group
         maps = (torch.from_numpy(row.astype(np.int64))[None] for row in (old, new))
         mover = TorchDistNcclEplbCommunicator(channel)
         rearrange_expert_weights_inplace(*maps, [self.weights(layer)], self._buffer, channel, mover)
@@ -87,7 +72,7 @@ class LiveExperts:
 
     def finish(self) -> None:
         """The token tables, where tokens are shuffled."""
-        self.shuffle.switch()
+        self._shuffle.switch()
         self._buffer = []
 
 

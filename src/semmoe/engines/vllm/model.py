@@ -1,7 +1,7 @@
 """Read facts from vLLM's model, and hooks without state."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from semmoe.core import Plan
 from semmoe.engines.settings import unseen_in_graphs
 from semmoe.engines.vllm.launch import NOT_RETURNED
 from semmoe.engines.vllm.placement import PlacedExperts
@@ -31,14 +30,14 @@ def made(placed: PlacedExperts, original: Any, experts: Any, layer_name: str, *a
     original(experts, layer_name, *args, **kwargs)
 
 
-def hook_routers(blocks: Sequence[Any], hooks: Callable[[int], RoutedLayer]) -> list[int]:
+def hook_routers(blocks: Sequence[Any], routed: Sequence[RoutedLayer]) -> list[int]:
     """Hook the routers of a model's MoE layers; returns those that cannot be, whose kernels route by themselves."""
     unseen = []
-    for place, block in enumerate(blocks):
+    for place, (block, layer) in enumerate(zip(blocks, routed, strict=True)):
         if block.is_monolithic or not isinstance(block.router, BaseRouter) or block.do_naive_dispatch_combine:
             unseen.append(place)
         else:
-            hook_router(block.router, hooks(place))
+            hook_router(block.router, layer)
     return unseen
 
 
@@ -55,13 +54,12 @@ def hook_router(router: Any, layer: RoutedLayer) -> None:
     router._apply_eplb_mapping = layer.to_physical
 
 
-def running_topology(runner: Any, plan: Plan | None) -> Topology:
-    config = runner.vllm_config.parallel_config
-    nodes = plan.topology.num_nodes if plan else 1
-    return Topology(ep_size=get_ep_group().world_size, dp_size=config.data_parallel_size, num_nodes=nodes)
+def running_topology(runner: Any, num_nodes: int) -> Topology:
+    groups = runner.vllm_config.parallel_config.data_parallel_size
+    return Topology(ep_size=get_ep_group().world_size, dp_size=groups, num_nodes=num_nodes)
 
 
-def check_engine(runner: Any, plan: Plan, schedules: bool) -> None:
+def check_engine(runner: Any, schedules: bool) -> None:
     """Raise ValueError if vLLM runs in a mode in which no plan can be served."""
     config = runner.vllm_config.parallel_config
     if not config.enable_expert_parallel:

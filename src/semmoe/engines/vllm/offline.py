@@ -74,4 +74,4 @@ def _listen(engine: Any, listener: Listener) -> None:
 
     core = engine.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    RankPlugin(None, VllmSettings()).listen(runner, listener)
+    RankPlugin(VllmSettings()).listen(runner, listener)

@@ -1,24 +1,24 @@
-"""The plug-in inside one of vLLM's model processes."""
+"""The plug-in inside one of vLLM's model processes, without a plan: it counts and records routing."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import vllm
 from vllm.distributed import get_ep_group, get_tp_group
+from vllm.platforms import current_platform
 
-from semmoe.core import Plan
 from semmoe.engines.absent import NoTraffic
-from semmoe.engines.host import Host, check_same_plan
+from semmoe.engines.hooks import Replacement
+from semmoe.engines.host import Host
+from semmoe.engines.step import Pass
 from semmoe.engines.vllm import targets
-from semmoe.engines.vllm.launch import GATHERS, gathers
-from semmoe.engines.vllm.live import LiveExperts
+from semmoe.engines.vllm.launch import GATHERS
 from semmoe.engines.vllm.model import (
     captures,
     check_eager,
-    check_engine,
-    check_split,
-    made,
+    hook_routers,
     moe_blocks,
     refuse_v2,
     routing_buffer,
@@ -28,61 +28,54 @@ from semmoe.engines.vllm.model import (
     whole_shared_experts,
     why_unrecorded,
 )
-from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
-from semmoe.engines.vllm.registry import around
-from semmoe.engines.vllm.routing import RealRows, own_rows
+from semmoe.engines.vllm.routing import RealRows, RoutedLayer, own_rows
 from semmoe.engines.vllm.settings import VllmSettings
-from semmoe.engines.vllm.shuffle import (
-    GRAPHS_HOLD_TABLES,
-    moe_layers,
-    new_shuffle,
-    split_by_position,
-)
-from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
+from semmoe.engines.vllm.shuffle import layers_to_split, split_by_position
+from semmoe.engines.vllm.step import Slots, accepted, decodes, fed_tokens, read_step
 from semmoe.live.recorder.passes import Listener
-from semmoe.live.swap import attach
+from semmoe.live.swap import NoSwapper, Swapper, decline
+from semmoe.runtime.copies import RankCopies
 from semmoe.runtime.traffic import TrafficCounter
 
 
 class RankPlugin(Host):
     """The hooks of every process, which are configured in processes that load the model."""
 
-    def __init__(self, plan: Plan | None, settings: VllmSettings) -> None:
-        super().__init__(plan, settings, "vLLM", vllm.__version__, targets.TRIED)
-        self._sequence_parallel = settings.sequence_parallel
-        self._placed = PlacedExperts(plan) if plan else None
+    ENGINE = "vLLM"
+    VERSION = vllm.__version__
+    TRIED = targets.TRIED
+
+    def __init__(self, settings: VllmSettings) -> None:
+        super().__init__(settings)
+        # Whether an attention group's tokens are split around experts even without data parallelism.
+        self.splits_tokens = settings.sequence_parallel == "1" or (self.shuffles and settings.sequence_parallel != "0")
+        self._splits_experts = self.splits_tokens
         self._real = RealRows(torch.zeros((), dtype=torch.int64))
-        self._attached = False  # whether a model with experts is hooked
+        self._routed: list[RoutedLayer] = []
         self._slots = Slots()
         self._in_pass = False
         self._split = 1  # ranks that rows of an attention group are split over by position
 
-    @property
-    def splits_tokens(self) -> bool:
-        """Whether an attention group's tokens are split around experts even without data parallelism."""
-        return self._sequence_parallel == "1" or (self.shuffles and self._sequence_parallel != "0")
-
-    def register(self, on_cpu: bool) -> None:
-        around(targets.LOAD_MODEL_CPU if on_cpu else targets.LOAD_MODEL, self._load)
-        around(targets.LOAD_MODEL_V2, refuse_v2)
-        around(targets.FORWARD, self._forward)
+    def hooks(self) -> list[Replacement]:
+        load = targets.LOAD_MODEL_CPU if current_platform.is_cpu() else targets.LOAD_MODEL
+        hooks: list[Replacement] = [
+            (load, self._load),
+            (targets.LOAD_MODEL_V2, refuse_v2),
+            (targets.FORWARD, self._forward),
+        ]
         if self._settings.folder is not None or self.shuffles:
-            around(targets.UPDATE, self._update)
+            hooks.append((targets.UPDATE, self._update))
         if self._settings.folder is not None:
-            around(targets.SAMPLE, self._sample)
-        if self._placed is not None:
-            around(targets.EXPERT_COUNTS, self._placed.counts)
-            around(targets.EXPERTS, functools.partial(made, self._placed))
-            around(targets.WEIGHTS, self._placed.load)
-            around(targets.RELOAD, refuse_reload)
-            around(targets.GPT_OSS_WEIGHTS, self._placed.load_unpacked)
-            around(targets.GPT_OSS_PACKED, unpacked)
+            hooks.append((targets.SAMPLE, self._sample))
         if self.splits_tokens:
-            around(targets.SEQUENCE_PARALLEL, split_tokens)
-        if self.splits_tokens or self._plan is not None:
-            around(targets.SPLIT_EXPERTS, split_experts)
-            for linear in (targets.COLUMNS, targets.ROWS):
-                around(linear, whole_shared_experts)
+            hooks.append((targets.SEQUENCE_PARALLEL, split_tokens))
+        if self._splits_experts:
+            hooks += [
+                (targets.SPLIT_EXPERTS, split_experts),
+                (targets.COLUMNS, whole_shared_experts),
+                (targets.ROWS, whole_shared_experts),
+            ]
+        return hooks
 
     def _load(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(runner, *args, **kwargs)
@@ -91,84 +84,60 @@ class RankPlugin(Host):
 
     def _attach(self, runner: Any) -> None:
         blocks = moe_blocks(runner.model)
-        layers = sorted(blocks)
-        if not layers:
-            if self._plan is not None:
-                raise ValueError(f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
+        if not blocks:
+            self._without_experts(runner.model)
             return
-        config, group = runner.vllm_config.parallel_config, get_ep_group()
-        check_same_plan(group.cpu_group, self._plan, self._settings)
+        group = get_ep_group()
+        self._agree(group.cpu_group)
         self._rank = group.rank_in_group
-        physical = blocks[layers[0]].moe_config.num_experts
-        all_to_all = config.enable_expert_parallel and config.use_all2all
-        if self._placed is not None:
-            plan, model = self._placed.plan, runner.model_config
-            check_engine(runner, plan, self._settings.schedules(plan))
-            sizes = len(layers), physical
-            running = running_topology(runner, plan)
-            self._check_plan(plan, running, model.hf_text_config, sizes, str(model.model))
-            self._placed.check()
+        self._check_model(runner, blocks)
         if str(runner.device) == "cpu":
             check_eager(runner, "semmoe's hooks on a CPU")
-        self._real, self._attached = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device)), True
+        self._real = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device))
+        config, layers = runner.vllm_config.parallel_config, sorted(blocks)
+        all_to_all = config.enable_expert_parallel and config.use_all2all
         if all_to_all:
             self._split = blocks[layers[0]].moe_config.sp_size
-            self._attach_traffic(runner, physical)
-        if self.shuffles and self._split <= 1:
-            raise ValueError("tokens are not split here: set SEMMOE_SHUFFLE=off")
-        if self._split > 1 and (self.splits_tokens or self._plan is not None):
-            self._attach_split(runner, layers)
+            self._attach_traffic(runner, blocks[layers[0]].moe_config.num_experts)
+        self._attach_split(runner, layers)
         if self._settings.folder is not None and get_tp_group().rank_in_group == 0:
             self._attach_recorder(runner, len(layers))
-        eager = runner.model_config.enforce_eager
-        self._attach_routers(blocks, layers, group.rank_in_group if all_to_all else 0, not eager)
-        if eager:  # graphs are replayed without hooks
-            self._check.expect("routers", len(layers))
-            if self.shuffles:
-                self._check.expect("shuffled layers", len(layers))
-        self._attach_swapper(runner)
-        self._publish(running_topology(runner, self._plan))
+        # Without an all-to-all, which sends rows to chosen ranks, the copy choice is the same for all ranks.
+        self._attach_routers(blocks, self._rank if all_to_all else 0)
+        if runner.model_config.enforce_eager:  # graphs are replayed without hooks
+            self._expect(len(layers))
+        if self._settings.folder is not None:
+            self.swapper = self._new_swapper(runner, [blocks[layer] for layer in layers])
+        self._publish(running_topology(runner, self.num_nodes))
 
-    def _attach_swapper(self, runner: Any) -> None:
-        """Let the plan be swapped, if there is one and a folder where others may be staged."""
-        if self._settings.folder is None:
-            return
-        held = GRAPHS_HOLD_TABLES if captures(runner) and self._shuffle.comms else ""
-        self._experts.shuffle = self._shuffle
-        experts = None if held else self._experts
-        self.swapper = attach(self._plan, experts, held, get_ep_group().cpu_group, self._settings.folder)
+    def _check_model(self, runner: Any, blocks: dict[int, Any]) -> None:
+        """Raise ValueError if this model cannot be served on a plan: nothing without one."""
+
+    def _expect(self, num_layers: int) -> None:
+        """Say how often hooks must run in the first pass."""
+        self._check.expect("routers", num_layers)
+
+    def _new_swapper(self, runner: Any, blocks: Sequence[Any]) -> Swapper | NoSwapper:
+        assert self._settings.folder is not None
+        return decline(
+            "this server runs without a plan: start it on one", get_ep_group().cpu_group, self._settings.folder
+        )
 
     def _attach_traffic(self, runner: Any, physical: int) -> None:
         """Count what the all-to-all sends."""
         group = get_ep_group()
         sent_by = runner.vllm_config.parallel_config.all2all_backend if str(runner.device) != "cpu" else ""
-        where, nodes = (group.world_size, group.rank_in_group), running_topology(runner, self._plan).num_nodes
-        self._traffic = TrafficCounter(*where, runner.device, sent_by in GATHERS, nodes)
-        if self._plan is not None and sent_by in GATHERS:
-            self._degrade(gathers(sent_by))
+        where = group.world_size, group.rank_in_group
+        self._traffic = TrafficCounter(*where, runner.device, sent_by in GATHERS, self.num_nodes)
         manager = getattr(group.device_communicator, "all2all_manager", None)
         if manager is not None and hasattr(manager, "serve"):  # it is semmoe's, as on a CPU
             self.dispatch_comms.append(manager.serve(physical))
 
     def _attach_split(self, runner: Any, layers: list[int]) -> None:
-        """Split the rows of an attention group over its ranks, by the plan or by position."""
-        found, name = moe_layers(runner.model), type(runner.model).__name__
-        if sorted(found) != layers:
-            raise ValueError(
-                f"{name}: tokens can be split at {len(found)} of its {len(layers)} MoE layers "
-                "only; set SEMMOE_SHUFFLE=off"
-            )
-        check_split(runner)
-        if self._plan is None or not self.shuffles:
-            for layer in found.values():
+        """Split the rows of an attention group over its ranks by position, if they are to be split."""
+        if self._split > 1 and self._splits_experts:
+            for layer in layers_to_split(runner, layers):
                 split_by_position(layer)
-            return
-        check_eager(runner, "tokens are shuffled between vLLM's operators, which")
-        shuffle = new_shuffle(self._plan, runner, self._settings, self._real, self._slots)
-        for place, index in enumerate(layers):
-            shuffle.hook(found[index], place)
-        shuffle.ran = self._layer_ran
-        self._shuffle = shuffle
 
     def _attach_recorder(self, runner: Any, num_layers: int) -> None:
         buffered = self._settings.record == "1"
@@ -180,34 +149,33 @@ class RankPlugin(Host):
         """Pass every pass of a runner on one rank to `listener`."""
         check_eager(runner, "a model whose routing is recorded")
         blocks = moe_blocks(runner.model)
-        layers = sorted(blocks)
-        if not layers:
+        if not blocks:
             raise ValueError(f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
-        self._real, self._attached = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device)), True
-        self._record_to(listener, len(layers))
-        self._attach_routers(blocks, layers, 0, False)
+        self._real = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device))
+        self._record_to(listener, len(blocks))
+        self._attach_routers(blocks, 0)
         runner._model_forward = functools.partial(self._forward, type(runner)._model_forward, runner)
         runner._sample = functools.partial(self._sample, type(runner)._sample, runner)
 
-    def _attach_routers(self, blocks: dict[int, Any], layers: list[int], source: int, captured: bool) -> None:
-        """Hook the routers of all MoE layers; source: the rank whose copy choice is used.
-
-        Without an all-to-all, which sends rows to chosen ranks, it is the same for all ranks.
-        """
-        self._experts = LiveExperts([blocks[index] for index in layers], source, self._real, captured)
-        unseen = self._experts.hook(self._plan, self._traffic, bool(self.dispatch_comms), self._observe)
-        if unseen and self._plan is not None:
-            raise ValueError(
-                f"vLLM's expert kernel of layer {layers[unseen[0]]} routes by itself, and no plan can "
-                "be applied: give vLLM a checkpoint made by `semmoe apply`, without --plan"
-            )
+    def _attach_routers(self, blocks: dict[int, Any], source: int) -> None:
+        """Hook the routers of all MoE layers; source: the rank whose copy choice is used."""
+        layers = sorted(blocks)
+        size = blocks[layers[0]].moe_config.num_experts // get_ep_group().world_size
+        self._routed = [
+            RoutedLayer(place, copies, size, self._real, self._traffic, bool(self.dispatch_comms), self._observe)
+            for place, copies in enumerate(self._copies(len(layers), source))
+        ]
+        unseen = hook_routers([blocks[layer] for layer in layers], self._routed)
         if unseen:
-            self._traffic = NoTraffic()
+            self._cannot_see(layers[unseen[0]])
 
-    def _layer_ran(self) -> None:
-        """Count a layer that a hook has split; passes of idle ranks, which only keep step, prove nothing."""
-        if self._in_pass:
-            self._check.ran("shuffled layers")
+    def _copies(self, num_layers: int, source: int) -> Sequence[RankCopies | None]:
+        """The physical experts that each layer uses; None: a physical id is the logical id."""
+        return [None] * num_layers
+
+    def _cannot_see(self, layer: int) -> None:
+        """A layer's kernel routes by itself: nothing is counted."""
+        self._traffic = NoTraffic()
 
     def _observe(self, place: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         if self._check.pending and self._in_pass:
@@ -219,26 +187,22 @@ class RankPlugin(Host):
 
     def _forward(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps a pass over real tokens; warm-up passes and dummy passes of idle ranks do not call it."""
-        if not self._attached:
+        if not self._routed:  # a model without experts
             return original(runner, *args, **kwargs)
         count = int(runner.query_start_loc.np[runner.input_batch.num_reqs])
         rows = kwargs.get("positions", args[1] if len(args) > 1 else None)
-        read = functools.cache(lambda: read_step(runner, self._slots, count))
-        self._shuffle.begin_step(read)
         padded = count if rows is None else rows.shape[-1]
         self._real.begin(own_rows(count, padded, self._split, get_tp_group().rank_in_group))
-        self._recording.begin(read)
         self._in_pass = True
         try:
-            out = original(runner, *args, **kwargs)
+            with self._parts(Pass(lambda: read_step(runner, self._slots, count), decodes(runner))):
+                out = original(runner, *args, **kwargs)
             if self._check.pending:
                 self._degrade(self._check.verdict() or self._uncounted(int(self._real.count)))
             return out
         finally:
             self._in_pass = False
             self._real.end()
-            self._shuffle.end()
-            self._recording.close()
 
     def _uncounted(self, num_rows: int) -> str:
         """Why counters cannot be trusted after the first pass, where this rank had `num_rows` rows; "" if they can."""

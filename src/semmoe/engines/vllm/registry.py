@@ -6,7 +6,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from semmoe.engines.hooks import Hook, problem
+from semmoe.engines.hooks import Hook, Replacement, check
 
 
 def around(hook: Hook, function: Callable[..., Any]) -> None:
@@ -38,8 +38,11 @@ def _wrapped(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def prove(hooks: Sequence[Hook]) -> None:
-    """Raise RuntimeError naming every hook that does not fit this vLLM."""
-    problems = [line for hook in hooks if (line := problem(hook))]
-    if problems:
-        raise RuntimeError("; ".join(problems))
+def install(replacements: Sequence[Replacement], relied_on: Sequence[Hook]) -> None:
+    """Replace the targets of hooks; raise RuntimeError naming every one that does not fit this vLLM.
+
+    relied_on: further places that must be as semmoe knows them.
+    """
+    check([*(hook for hook, _ in replacements), *relied_on])
+    for hook, function in replacements:
+        around(hook, function)

@@ -36,6 +36,6 @@ class RequestHook(RequestNamer):
         if not request.prompt_token_ids or len(client.core_engines) != self._ranks:
             return None  # no token ids, for example if the prompt is given as embeddings
         most = getattr(request.sampling_params, "max_tokens", None)
-        [assigned] = self.admit([(request.prompt_token_ids, most)])
+        assigned = self.admit(request.prompt_token_ids, most)
         self._running[request.request_id] = assigned
         return assigned.group

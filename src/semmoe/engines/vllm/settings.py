@@ -12,7 +12,3 @@ class VllmSettings(PluginSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_switch("SEQUENCE_PARALLEL", self.sequence_parallel)
-        if self.window_seconds > 0:
-            raise ValueError(
-                "vLLM's front end cannot hold requests to assign them together (docs/engines.md): omit --window-ms"
-            )

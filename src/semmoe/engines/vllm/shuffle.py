@@ -21,11 +21,11 @@ from vllm.model_executor.models.utils import sequence_parallel_chunk
 from semmoe.core import Plan
 from semmoe.engines.layer import TokenRows
 from semmoe.engines.settings import PluginSettings
-from semmoe.engines.step import Step
+from semmoe.engines.step import Pass, Step
 from semmoe.engines.vllm import targets
-from semmoe.engines.vllm.model import graphs
+from semmoe.engines.vllm.model import check_split, graphs
 from semmoe.engines.vllm.routing import RealRows
-from semmoe.engines.vllm.step import Slots, decoding_slots, on_device
+from semmoe.engines.vllm.step import Slots, on_device
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import Shuffler
 
@@ -52,7 +52,7 @@ class LayerShuffle(TokenRows):
         self._of_requests = slots
         self._slots = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=real.count.device)  # by row
         self._step: Step | None = None  # of a pass in which a request has several tokens
-        self._announced = False  # whether `begin_step` was called
+        self._announced = False  # whether `begin` was called
         self.ran: Callable[[], None] = lambda: None  # called after every layer that was shuffled
 
     def hook(self, layer: nn.Module, place: int) -> None:
@@ -64,20 +64,19 @@ class LayerShuffle(TokenRows):
         block.forward = functools.partial(self._experts, block.forward)
         layer.forward = functools.partial(self._whole, layer.forward)
 
-    def begin_step(self, read: Callable[[], Step]) -> None:
-        """Begin a pass; one with a token per request is not read, since that would wait for the device.
+    def begin(self, this: Pass) -> None:
+        """Begin a pass; one that decodes is not read here.
 
         The slots of its requests are written to a buffer that a captured pass reads, as it does vLLM's own of token ids
         and positions. Slot 0 is padding, so slots count from 1.
         """
         self.end()
         self._announced = True
-        slots = decoding_slots(self._runner, self._of_requests)
-        if slots is None:
-            step = read()
-            self._step = replace(step, slots=step.slots + 1)
-        else:
+        if this.decodes:
+            slots = self._of_requests.take(list(self._runner.input_batch.req_ids))
             self._slots[: len(slots)].copy_(torch.from_numpy(slots + 1), non_blocking=True)
+        else:
+            self._step = replace(this.step, slots=this.step.slots + 1)
 
     def end(self) -> None:
         super().end()
@@ -145,6 +144,20 @@ def check_graphs(mode: CUDAGraphMode, drafts: int) -> None:
         return
     how = "give --enforce-eager" if drafts else "of vLLM's modes of CUDA graphs give FULL_DECODE_ONLY"
     raise ValueError(f"tokens are not shuffled in CUDA graphs of mode {mode.name}: {how}, or SEMMOE_SHUFFLE=off")
+
+
+def layers_to_split(runner: Any, layers: list[int]) -> list[nn.Module]:
+    """The decoder layers around whose experts tokens are split, in order; layers: those with experts, sorted.
+
+    Raises ValueError if some layers cannot be split.
+    """
+    found, name = moe_layers(runner.model), type(runner.model).__name__
+    if sorted(found) != layers:
+        raise ValueError(
+            f"{name}: tokens can be split at {len(found)} of its {len(layers)} MoE layers only; set SEMMOE_SHUFFLE=off"
+        )
+    check_split(runner)
+    return [found[layer] for layer in layers]
 
 
 def split_by_position(layer: nn.Module) -> None:

@@ -58,14 +58,9 @@ def read_step(runner: Any, slots: Slots, num_tokens: int) -> Step:
     )
 
 
-def decoding_slots(runner: Any, slots: Slots) -> np.ndarray | None:
-    """(R,) int64: the slot of each token of a pass with one token per request, without a wait for the device.
-
-    None for any other pass. The last token of a prompt may be one of the tokens, as in graphs that vLLM captures.
-    """
-    batch = runner.input_batch
-    lengths = np.diff(runner.query_start_loc.np[: batch.num_reqs + 1])
-    return slots.take(list(batch.req_ids)) if (lengths == 1).all() else None
+def decodes(runner: Any) -> bool:
+    """Whether each request of a pass feeds one token, which may be the last of a prompt, as in vLLM's own graphs."""
+    return bool((np.diff(runner.query_start_loc.np[: runner.input_batch.num_reqs + 1]) == 1).all())
 
 
 def accepted(step: Step, drafts: Sequence[int], sampled: np.ndarray) -> np.ndarray:

@@ -1,12 +1,12 @@
 """Pass the routing of a rank's forward passes to the live recorder."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from semmoe.engines.step import Step
+from semmoe.engines.step import Pass, Step
 from semmoe.live.recorder.memory import Rows
 from semmoe.runtime import kernels
 
@@ -34,7 +34,7 @@ class PassRecorder:
     def __init__(self, recorder: Listener, num_layers: int, buffer: torch.Tensor | None = None) -> None:
         self._recorder, self._num_layers, self._buffer = recorder, num_layers, buffer
         self._step: Step | None = None
-        self.waiting: Step | None = None  # the pass that was closed and not yet passed on by `tell`
+        self.waiting: Step | None = None  # the pass that has ended and is not yet passed on by `tell`
         self._routed: dict[int, np.ndarray] = {}  # by MoE layer, (N, K)
 
     @property
@@ -47,8 +47,8 @@ class PassRecorder:
         """Whether hooks must tell the routing of the current pass."""
         return self._buffer is not None or self.recording
 
-    def begin(self, read: Callable[[], Step]) -> None:
-        step = read() if self._recorder.poll() else None
+    def begin(self, this: Pass) -> None:
+        step = this.step if self._recorder.poll() else None
         self._step = step if step is not None and step.num_tokens and not step.guesses else None
         if self._buffer is not None and self._step is not None:
             self._buffer.fill_(UNSEEN)  # a pass whose routing is not told must not leave that of the pass before
@@ -68,10 +68,6 @@ class PassRecorder:
             self._routed[layer] = expert_ids[: self._step.num_tokens].cpu().numpy()
 
     def end(self) -> None:
-        self.close()
-        self.tell(slice(None))
-
-    def close(self) -> None:
         """End the pass; its rows wait for `tell`."""
         step, self._step = self._step, None
         if self._buffer is not None and step is not None and step.num_tokens <= len(self._buffer):
@@ -82,7 +78,7 @@ class PassRecorder:
         self.waiting = step if complete and not unseen else None
 
     def tell(self, kept: np.ndarray | slice) -> None:
-        """Pass on the rows of the closed pass that are `kept`, a mask (N,), which excludes rejected draft tokens."""
+        """Pass on the rows of the ended pass that are `kept`, a mask (N,), which excludes rejected draft tokens."""
         step, self.waiting = self.waiting, None
         if step is not None:
             routed = np.stack([self._routed[layer] for layer in range(self._num_layers)], axis=1)
