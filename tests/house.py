@@ -36,8 +36,8 @@ ROOMS = {
     "engines": 6940,
     "live": 2047,
     "gateway": 349,
-    "report": 900,
-    "cli": 2763,
+    "report": 749,
+    "cli": 2762,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

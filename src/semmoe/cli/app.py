@@ -30,7 +30,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": False}  # optio
 EXTRAS = {  # the extra that installs a module
     **dict.fromkeys(("grpc", "grpc_health", "envoy"), "gateway"),
     **dict.fromkeys(("torch", "transformers", "tokenizers"), "transformers"),
-    **dict.fromkeys(("plotly", "jinja2"), "report"),
+    "jinja2": "report",
     **dict.fromkeys(("matplotlib", "sklearn"), "dev"),
     "prometheus_client": "serve",
 }

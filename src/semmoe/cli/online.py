@@ -248,10 +248,9 @@ def _show_demo(result: dict[str, Any]) -> None:
 
 
 def _demo_report(work: Path, folder: Path) -> Path | None:
-    """Write the report on the demo's results in `work` and return its path; None if its packages are missing."""
+    """Write the report on the demo's results in `work` and return its path; None without Jinja."""
     try:
         importlib.import_module("jinja2")
-        importlib.import_module("plotly.offline")
     except ModuleNotFoundError:
         return None
     from semmoe.report.page import write
