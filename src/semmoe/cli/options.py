@@ -1,8 +1,6 @@
 """Options that several commands share, with their defaults in one place."""
 
-import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -10,15 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
 from semmoe.cli.demo import MODEL
 from semmoe.core import Plan
 from semmoe.costs.links import PhaseLinks, load_links
-from semmoe.evaluation.results import checked
-from semmoe.io import console
 from semmoe.io.bounds import MOST_RANKS, choice, number
-from semmoe.io.files import check_output, save_text
 from semmoe.live.http import Client, make_client, split_address
 from semmoe.topology import Topology
 
@@ -119,29 +113,6 @@ class LinksOptions:
         prefill = load_links(self.links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology)
         decode = prefill if self.decode_links is None else load_links(self.decode_links, topology)
         return PhaseLinks(prefill, decode)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultOptions:
-    """Where the result of a command goes: as a table or JSON to the terminal, and as JSON to a file."""
-
-    out: Annotated[Path | None, output("Write the result as JSON.", "--out")] = None
-    force: Force = False
-    as_json: Json = False
-
-    def check(self, inputs: Iterable[Path | str | None]) -> None:
-        """Raise an error, before the work begins, unless `out` can be written without changing an input."""
-        if self.out is not None:
-            check_output(self.out, force=self.force, inputs=inputs)
-
-    def tell(self, kind: type[BaseModel], result: dict[str, Any]) -> bool:
-        """Write the result to `out` if given, print it as JSON if requested, and return whether it was printed."""
-        checked(kind, result)
-        if self.out is not None:
-            save_text(self.out, json.dumps(result, indent=1))
-        if self.as_json:
-            console.print_json(result)
-        return self.as_json
 
 
 @dataclass(frozen=True, kw_only=True)

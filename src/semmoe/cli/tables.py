@@ -38,6 +38,13 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
     return ["method", *(names[name] for name in present)], rows
 
 
+def print_methods(title: str, methods: dict[str, dict[str, Any]]) -> None:
+    """Print the figures of every method, and how well the tables of plans predict them."""
+    console.print_table(title, *metrics(methods))
+    for name, figures in methods.items():
+        print_prediction(name, figures)
+
+
 def print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> None:
     """Print the figures of a plan on held-out requests beside those of other methods, and the verdict."""
     if expected is None:
