@@ -123,13 +123,10 @@ class ClientOptions:
         list[str] | None,
         inputs("NAME:VALUE sent with every request, such as a gateway's key; may be given several times."),
     ] = None
-    ca: Annotated[
-        Path | None, inputs("A PEM file of the certificate authorities that an https:// address is checked by.")
-    ] = None
 
-    def client(self, urls: list[str]) -> Client:
-        """The client of the servers at `urls`, with the key in the environment."""
-        return make_client(self.header or [], self.ca, urls, os.environ.get(KEY, ""))
+    def client(self) -> Client:
+        """The client of the servers, with the key in the environment."""
+        return make_client(self.header or [], os.environ.get(KEY, ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +140,7 @@ class ServerOptions(ClientOptions):
 
     def find(self) -> tuple[str, Path, Client]:
         """Address of the server without a path, its control folder, and its client. Raises ValueError."""
-        client, parts = self.client([self.url]), split_address(self.url)
+        client, parts = self.client(), split_address(self.url)
         return f"{parts.scheme}://{parts.netloc}", self.control or default_folder(parts.port or 80), client
 
 

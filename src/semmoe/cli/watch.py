@@ -55,7 +55,7 @@ def watch(
 
     expected = None if plan is None else _expected_lar(plan)
     nodes = [url, *(also or [])]
-    client = asking.client(nodes)
+    client = asking.client()
     looks = deque([watching.look(nodes, time.monotonic(), client)], maxlen=MAX_LOOKS)
     live = nullcontext() if once or as_json else Live(console=console.out, auto_refresh=False, screen=False)
     with live as page:
