@@ -197,6 +197,18 @@ def test_a_key_that_cannot_be_sent_is_not_shown(gateway, folder, monkeypatch):  
     assert server.requests == []
 
 
+def test_headers_are_read_from_a_file(gateway, tmp_path):
+    """The command line of a process is seen by other users of the machine, a file is not."""
+    server = gateway(metrics(PAGE), key=SECRET)
+    (tmp_path / "headers").write_text(f"X-Key: {SECRET}\nX-Tenant: a:b\n")
+    words = ["watch", server.url, "--once", "--window", "0.1", "--every", "0.1"]
+    result = run(*words, "--header", f"@{tmp_path}/headers", "--header", "X-Other: 1")
+    assert (result.exit_code, SECRET in result.output) == (0, False)
+    sent = server.requests[-1][1]
+    assert (sent["X-Key"], sent["X-Tenant"], sent["X-Other"]) == (SECRET, "a:b", "1")
+    assert "absent: No such file" in refused(*words, "--header", "@absent")
+
+
 def test_headers_are_not_shown_with_the_client():
     made = make_client([f"X-Key: {SECRET}"])
     assert (SECRET in repr(made), made.headers) == (False, {"x-key": SECRET})

@@ -13,6 +13,7 @@ from semmoe.cli.demo import MODEL
 from semmoe.core import Plan
 from semmoe.costs.links import PhaseLinks, load_links
 from semmoe.io.bounds import MOST_RANKS, choice, number
+from semmoe.io.files import read_limited
 from semmoe.live.http import Client, make_client, split_address
 from semmoe.topology import Topology
 
@@ -20,6 +21,7 @@ TOPOLOGY = "Topology"
 OFFLINE_RANKS = 8
 PROCESSES = 4
 KEY = "SERVER_API_KEY"  # a variable, so that the key is in no list of processes
+MOST_HEADER_BYTES = 1 << 16  # of a file of headers
 
 
 def option(panel: str, help: str, *flags: str, **more: Any) -> Any:
@@ -121,12 +123,18 @@ class ClientOptions:
 
     header: Annotated[
         list[str] | None,
-        inputs("NAME:VALUE sent with every request, such as a gateway's key; may be given several times."),
+        inputs("NAME:VALUE sent with every request, or @FILE with one per line; may be given several times."),
     ] = None
 
     def client(self) -> Client:
         """The client of the servers, with the key in the environment."""
-        return make_client(self.header or [], os.environ.get(KEY, ""))
+        headers: list[str] = []
+        for one in self.header or []:
+            if one.startswith("@"):
+                headers += read_limited(Path(one[1:]), MOST_HEADER_BYTES).decode().splitlines()
+            else:
+                headers.append(one)
+        return make_client(headers, os.environ.get(KEY, ""))
 
 
 @dataclass(frozen=True, kw_only=True)
