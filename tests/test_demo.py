@@ -91,11 +91,10 @@ def test_the_demo_ends_with_a_report_of_all_that_it_did(result, kept):
         assert "outputs are identical" in found["sentences"][1]
 
 
-def test_without_the_packages_the_demo_says_how_to_get_a_report(tmp_path, monkeypatch):
+def test_without_jinja_the_demo_says_how_to_get_a_report(tmp_path, monkeypatch):
     from semmoe.cli.online import _demo_report
 
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     assert _demo_report(tmp_path, tmp_path) is None
 
 

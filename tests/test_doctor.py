@@ -174,3 +174,14 @@ def test_what_an_engine_refuses_is_said_before_it_is_started(tmp_path):
 def test_a_version_that_nobody_tried_is_told(version, said, installed):
     installed(vllm=version)
     assert ("tried on 0.32.0, this is another version" in run("--engine", "vllm").output) == said
+
+
+def test_doctor_shows_what_is_supported_of_a_configuration(tmp_path):
+    rows = json.loads(run("--model", "tiny", "--json").stdout)["supported"]
+    assert {(row["engine"], row["use"]) for row in rows} >= {("sglang", "copies"), ("vllm", "tokens shuffled")}
+    assert all(row["state"] == "works, by a test" for row in rows)
+    config = {"model_type": "deepseek_v4", "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = json.loads(run("--model", tmp_path, "--engine", "transformers", "--json").stdout)["supported"]
+    assert rows == []
+    assert "refused" in run("--model", tmp_path).stdout

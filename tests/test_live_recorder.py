@@ -557,36 +557,22 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_what_finds_no_room_on_the_disk_is_written_when_there_is_some(tmp_path):
+def test_a_full_disk_ends_the_recording_and_keeps_what_is_written(tmp_path):
     control = start(tmp_path)
     live = recorder(tmp_path)
     run(live, ("a", 0, [1]))
-    with full_disk():
-        live.finish("a", [1])
-        for _ in range(400):
-            live.poll()
-        assert live.recording
-        assert "nothing can be written now" in live.status.reason
-    for _ in range(400):
+    live.finish("a", [1])
+    for _ in range(40):
         live.poll()
-    assert live.status.reason == ""
-    live.close()
-    assert traced(tmp_path, control).num_requests == 1
-
-
-def test_a_disk_that_stays_full_costs_bounded_memory_and_says_what_is_lost(tmp_path):
-    start(tmp_path, max_mb=1)
-    live = recorder(tmp_path)
-    assert live.poll()
+    run(live, ("b", 0, [2]))
     with full_disk():
-        for i in range(300):
-            run(live, (f"r{i}", 0, [1] * 1000))
-            live.finish(f"r{i}", [1])
-        assert live.recording
-        assert live.status.dropped > 100
-        assert live.status.bytes_held < 1e6
-        live.close()
-    assert "what was not on disk is lost" in live.status.reason
+        live.finish("b", [2])
+        for _ in range(40):
+            live.poll()
+    assert not live.recording
+    assert (live.status.state, live.status.bytes_held) == ("failed", 0)
+    assert "too large" in live.status.reason.lower()
+    assert requests_of(traced(tmp_path, control)) == [([1], [1], [PREFILL])]
 
 
 @pytest.mark.parametrize("target", ["append", "flush"])

@@ -22,16 +22,14 @@ from semmoe.traces.trace import open_trace, save_trace
 
 WORK = {  # command, and the function that does its work
     "calibrate": (["calibrate", "tiny"], "semmoe.engines.transformers.calibrate.calibrate"),
-    "generate": (["generate", "tiny", "--prompt", "x"], "semmoe.engines.transformers.generate.generate"),
     "profile": (["profile", "tiny"], "semmoe.engines.transformers.model.load_model"),
-    "replay": (["replay", "trace.npz"], "semmoe.traces.streams.open_bounded"),
     "solve": (["solve", "trace.npz"], "semmoe.traces.streams.open_bounded"),
     "report": (["report", "."], "semmoe.report.page.write"),
     "apply": (["apply", "plan", "--model", "tiny"], "semmoe.checkpoint.relabel.relabel"),
     "apply sglang": (["apply", "plan", "--model", "tiny", "--to", "sglang"], "semmoe.checkpoint.relabel.relabel"),
     "reproduce": (["reproduce", "table1"], "lab.run.make"),
 }
-FILES = {"calibrate", "generate", "replay", "report", "apply sglang"}  # the others make directories
+FILES = {"calibrate", "report", "apply sglang"}  # the others make directories
 REPLACES = {"profile", "report", "reproduce"}  # a profile resumes, a page is made again, items add to a folder
 
 
@@ -97,30 +95,15 @@ def test_a_plan_is_replaced_by_force_alone(tmp_path):
     assert (plan / "plan.json").read_bytes() != before
 
 
-def test_a_replay_is_left_as_json_and_a_report_finds_it(tmp_path):
+def test_what_a_replay_prints_as_json_is_found_by_a_report(tmp_path):
     saved("linear", tmp_path)
     trace = tmp_path / "trace.npz"
     ids = np.random.default_rng(0).random((240, 2, 8)).argsort(2)[:, :, :2].astype(np.uint8)
     np.savez(trace, token_ids=np.arange(240) % 9, expert_ids=ids, request_offsets=np.arange(0, 241, 12))
-    out = tmp_path / "replay.json"
-    words = ["replay", str(trace), "--ep-size", "2", "--method", "eplb", "--json", "--out", str(out)]
-    result = CliRunner().invoke(app, words)
-    assert json.loads(out.read_text()) == json.loads(result.stdout)
+    words = ["replay", str(trace), "--ep-size", "2", "--method", "eplb", "--json"]
+    (tmp_path / "replay.json").write_text(CliRunner().invoke(app, words).stdout)
     page = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
     assert [source["file"] for source in json.loads(page.stdout)["sources"]] == ["replay.json"]
-
-
-def test_the_result_of_a_run_stands_beside_its_completions(tmp_path, lazy):
-    Path("mine.json").write_text("mine")
-    assert "mine.json" in refused_beside("mine.jsonl")
-    assert not Path("mine.jsonl").exists()
-
-
-def refused_beside(out: str) -> str:
-    """Of a run whose completions could be written, and not the result beside them."""
-    result = CliRunner().invoke(app, [*WORK["generate"][0], "--out", out])
-    assert result.exit_code == 2, result.output
-    return result.stderr
 
 
 def test_room_that_is_known_to_be_needed_is_looked_for(tmp_path):
@@ -196,15 +179,8 @@ def contents(folder):
         ("import trace --model tiny", "trace-link"),
         ("import trace --model tiny", "trace/smaller"),
         ("import trace --model tiny", "."),
-        ("replay t.npz --ep-size 2", "t.npz"),
-        ("replay t-link.npz --ep-size 2", "t.npz"),
-        ("replay t-hard.npz --ep-size 2", "t.npz"),
-        ("replay trace --ep-size 2", "trace/replay.json"),
-        ("replay t.npz --plan plan", "plan/plan.json"),
-        ("replay t.npz --links links.json --ep-size 2", "links.json"),
         ("solve t.npz --from plan", "plan"),
         ("solve plan/../trace --ep-size 2", "trace"),
-        ("generate tiny --dataset prompts.jsonl", "prompts.jsonl"),
         ("import map.json --model tiny", "."),
         ("calibrate tiny", str(MODEL / "links.json")),
     ],
@@ -213,6 +189,15 @@ def test_an_output_is_no_input(words, out, inputs):
     result = CliRunner().invoke(app, [*words.split(), "--out", out, "--force"])
     assert (result.exit_code, result.stderr.count("error:")) == (2, 1), result.output
     assert any(word in result.stderr for word in ("input of this command", "is a link", "other files than a plan's"))
+
+
+@pytest.mark.parametrize(
+    ("name", "out"),
+    [("t.npz", "t.npz"), ("t-link.npz", "t.npz"), ("t-hard.npz", "t.npz"), ("trace", "trace/a.json"), ("plan", "plan/plan.json")],
+)
+def test_a_file_to_be_written_is_no_input(name, out, inputs):
+    with pytest.raises(ValueError, match="input of this command"):
+        check_output(Path(out), force=True, inputs=["absent", name])
 
 
 @pytest.mark.parametrize(

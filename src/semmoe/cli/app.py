@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import unquote, urlparse
 
@@ -30,7 +29,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": False}  # optio
 EXTRAS = {  # the extra that installs a module
     **dict.fromkeys(("grpc", "grpc_health", "envoy"), "gateway"),
     **dict.fromkeys(("torch", "transformers", "tokenizers"), "transformers"),
-    **dict.fromkeys(("plotly", "jinja2"), "report"),
+    "jinja2": "report",
     **dict.fromkeys(("matplotlib", "sklearn"), "dev"),
     "prometheus_client": "serve",
 }
@@ -107,7 +106,7 @@ def install_hint(extra: str) -> str:
 
 
 def was_given(ctx: typer.Context, name: str) -> bool:
-    """Whether the user gave an option, on the command line or in the file of --config."""
+    """Whether the user gave an option."""
     return _as_given(ctx, name) is not None
 
 
@@ -127,7 +126,7 @@ def _as_given(ctx: typer.Context, name: str) -> str | None:
         changed = (change.split("=")[0] for change in ctx.params.get("changes") or ())
         return next((f"--set {setting}" for setting in changed if setting.startswith(name)), None)
     source = ctx.get_parameter_source(name)
-    given = source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+    given = source is not None and source.name == "COMMANDLINE"
     return next((one.opts[0] for one in ctx.command.params if given and one.name == name), None)
 
 
@@ -169,18 +168,7 @@ def command(panel: str, **more: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 @app.callback(invoke_without_command=True)
-def _main(
-    ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="A TOML file with a table for each command: its options where they are not given."),
-    ] = None,
-) -> None:
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         print(__version__)
         raise typer.Exit
-    if config is not None:
-        from semmoe.cli.config import read_config
-
-        ctx.default_map = read_config(config, ctx.command)

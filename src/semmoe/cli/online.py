@@ -1,7 +1,6 @@
 """Commands that run a model: profile, generate, demo."""
 
 import importlib
-import json
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,23 +18,14 @@ from semmoe.cli import options, tables
 from semmoe.cli.app import OFFLINE, PASSED_ON, TOOLS, command, install_hint, refuse_given
 from semmoe.cli.demo import generate_compared, run_demo
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.evaluation.results import GenerateFile
+from semmoe.evaluation.results import GenerateFile, checked
 from semmoe.io import console
-from semmoe.io.files import check_output, save_text
+from semmoe.io.files import check_output
 from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, ProfileSettings, PromptSettings
 from semmoe.traces.dataset import LeftOut, check_token_ids, digest, encode_usable, is_running_text, read_prompts
 from semmoe.traces.prompts import Prompt
 from semmoe.traces.texts import held_out_prompts
 from semmoe.traces.trace import TraceHeader, TraceWriter
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionsOut(options.ResultOptions):
-    """Where completions go; the result goes into another file of the same name."""
-
-    out: Annotated[
-        Path | None, options.output("Write prompts and completions as jsonl, and the result beside them.")
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +125,7 @@ def generate(
     given: GivenPrompts,
     settings: GenerateSettings,
     verify: Annotated[bool, options.output("Compare every token with plain transformers.")] = False,
-    written: CompletionsOut,
+    as_json: options.Json = False,
 ) -> None:
     """Generate greedily with expert parallelism, each rank a process that holds its own experts only.
 
@@ -143,9 +133,6 @@ def generate(
 
     Example: `semmoe generate MODEL --plan plan --dataset prompts.jsonl --verify`
     """
-    beside = replace(written, out=_beside(written.out))
-    for each in (written, beside):
-        each.check((model, plan, given.dataset))
     if given.prompt:
         refuse_given(ctx, ["dataset", "limit", "max_prompt_tokens", "strict"], "each --prompt is taken whole")
     configuration = _configuration(model, plan, topology, exchange)
@@ -157,21 +144,18 @@ def generate(
         [(outputs, figures)] = generate_compared(model, prompts, [configuration], settings, bars, plain)
     row = figures | {"plan_hash": plan_digest(plan) if plan else None, **counts}
     completions = tokenizer.batch_decode(outputs)
-    if written.out is not None:
-        _write_completions(written.out, tokenizer.batch_decode(prompts), completions)
-    if not beside.tell(GenerateFile, {**row, "completions": completions}):
-        title = f"{len(prompts)} requests, {configuration.plan.topology.ep_size} processes"
-        console.print_table(title, *tables.generated([row]))
-        tables.print_times(row)
-        for prompt, completion in zip(texts, completions, strict=False):
-            console.say(f"{prompt}{completion}\n")
+    result = checked(GenerateFile, {**row, "completions": completions})
+    title = f"{len(prompts)} requests, {configuration.plan.topology.ep_size} processes"
+    console.tell(as_json, result, lambda: _show_run(title, row, texts, completions))
     if row["identical"] is False:
         raise typer.Exit(1)
 
 
-def _beside(out: Path | None) -> Path | None:
-    """The file of the result that belongs to a file of completions."""
-    return out and out.with_suffix(".json" if out.suffix != ".json" else ".result.json")
+def _show_run(title: str, row: dict[str, Any], texts: list[str], completions: list[str]) -> None:
+    console.print_table(title, *tables.generated([row]))
+    tables.print_times(row)
+    for prompt, completion in zip(texts, completions, strict=False):
+        console.say(f"{prompt}{completion}\n")
 
 
 def _configuration(model: str, path: Path | None, given: options.GivenTopology, ways: ExchangeSettings) -> Any:
@@ -200,11 +184,6 @@ def _encode_given(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], di
     if not all(text for text in texts):
         raise ValueError("a prompt is empty")
     return tokenizer(texts)["input_ids"], {"cut_prompts": 0}
-
-
-def _write_completions(path: Path, prompts: list[str], completions: list[str]) -> None:
-    pairs = zip(prompts, completions, strict=True)
-    save_text(path, "\n".join(json.dumps({"prompt": prompt, "completion": text}) for prompt, text in pairs))
 
 
 @command(TOOLS)
@@ -248,10 +227,9 @@ def _show_demo(result: dict[str, Any]) -> None:
 
 
 def _demo_report(work: Path, folder: Path) -> Path | None:
-    """Write the report on the demo's results in `work` and return its path; None if its packages are missing."""
+    """Write the report on the demo's results in `work` and return its path; None without Jinja."""
     try:
         importlib.import_module("jinja2")
-        importlib.import_module("plotly.offline")
     except ModuleNotFoundError:
         return None
     from semmoe.report.page import write

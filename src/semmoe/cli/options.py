@@ -1,8 +1,6 @@
 """Options that several commands share, with their defaults in one place."""
 
-import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -10,15 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
 from semmoe.cli.demo import MODEL
 from semmoe.core import Plan
 from semmoe.costs.links import PhaseLinks, load_links
-from semmoe.evaluation.results import checked
-from semmoe.io import console
 from semmoe.io.bounds import MOST_RANKS, choice, number
-from semmoe.io.files import check_output, save_text
+from semmoe.io.files import read_limited
 from semmoe.live.http import Client, make_client, split_address
 from semmoe.topology import Topology
 
@@ -26,6 +21,7 @@ TOPOLOGY = "Topology"
 OFFLINE_RANKS = 8
 PROCESSES = 4
 KEY = "SERVER_API_KEY"  # a variable, so that the key is in no list of processes
+MOST_HEADER_BYTES = 1 << 16  # of a file of headers
 
 
 def option(panel: str, help: str, *flags: str, **more: Any) -> Any:
@@ -122,43 +118,23 @@ class LinksOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResultOptions:
-    """Where the result of a command goes: as a table or JSON to the terminal, and as JSON to a file."""
-
-    out: Annotated[Path | None, output("Write the result as JSON.", "--out")] = None
-    force: Force = False
-    as_json: Json = False
-
-    def check(self, inputs: Iterable[Path | str | None]) -> None:
-        """Raise an error, before the work begins, unless `out` can be written without changing an input."""
-        if self.out is not None:
-            check_output(self.out, force=self.force, inputs=inputs)
-
-    def tell(self, kind: type[BaseModel], result: dict[str, Any]) -> bool:
-        """Write the result to `out` if given, print it as JSON if requested, and return whether it was printed."""
-        checked(kind, result)
-        if self.out is not None:
-            save_text(self.out, json.dumps(result, indent=1))
-        if self.as_json:
-            console.print_json(result)
-        return self.as_json
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClientOptions:
     """How running servers are asked."""
 
     header: Annotated[
         list[str] | None,
-        inputs("NAME:VALUE sent with every request, such as a gateway's key; may be given several times."),
-    ] = None
-    ca: Annotated[
-        Path | None, inputs("A PEM file of the certificate authorities that an https:// address is checked by.")
+        inputs("NAME:VALUE sent with every request, or @FILE with one per line; may be given several times."),
     ] = None
 
-    def client(self, urls: list[str]) -> Client:
-        """The client of the servers at `urls`, with the key in the environment."""
-        return make_client(self.header or [], self.ca, urls, os.environ.get(KEY, ""))
+    def client(self) -> Client:
+        """The client of the servers, with the key in the environment."""
+        headers: list[str] = []
+        for one in self.header or []:
+            if one.startswith("@"):
+                headers += read_limited(Path(one[1:]), MOST_HEADER_BYTES).decode().splitlines()
+            else:
+                headers.append(one)
+        return make_client(headers, os.environ.get(KEY, ""))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +148,7 @@ class ServerOptions(ClientOptions):
 
     def find(self) -> tuple[str, Path, Client]:
         """Address of the server without a path, its control folder, and its client. Raises ValueError."""
-        client, parts = self.client([self.url]), split_address(self.url)
+        client, parts = self.client(), split_address(self.url)
         return f"{parts.scheme}://{parts.netloc}", self.control or default_folder(parts.port or 80), client
 
 

@@ -19,7 +19,7 @@ from semmoe.cli.solve import (
     warn_of_answers,
 )
 from semmoe.core import Plan, RoutingTrace
-from semmoe.evaluation.results import ReplayFile
+from semmoe.evaluation.results import ReplayFile, checked
 from semmoe.io import console
 from semmoe.placement.methods import METHODS, check_applies, obstacle
 from semmoe.settings import ReplaySettings, SolveSettings, SplitSettings
@@ -50,7 +50,7 @@ def replay(
     plan: Annotated[Path | None, options.method("Score this plan on the whole trace.")] = None,
     solved: MethodOptions,
     measure: ReplaySettings,
-    result: options.ResultOptions,
+    as_json: options.Json = False,
 ) -> None:
     """Score plans on a trace, without a model: the offline experiment.
 
@@ -58,7 +58,6 @@ def replay(
     """
     from semmoe.traces.streams import open_bounded
 
-    result.check((trace, plan, solved.links, solved.decode_links))
     settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
     if plan is not None:
         refuse_given(ctx, DECIDED, "--plan decides it")
@@ -75,12 +74,9 @@ def replay(
         opened = open_bounded(trace, measure.seed)
         methods = _replay_methods(opened, chosen, topology, measure, solving, solved.profile_share, costs)
     settings["scheduled_by_answers"] = warn_of_answers(opened, topology)
-    if result.tell(ReplayFile, {"settings": settings, "methods": methods}):
-        return
     title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
-    console.print_table(title, *tables.metrics(methods))
-    for name, figures in methods.items():
-        tables.print_prediction(name, figures)
+    found = checked(ReplayFile, {"settings": settings, "methods": methods})
+    console.tell(as_json, found, lambda: tables.print_methods(title, methods))
 
 
 def _described(solving: SolveSettings) -> dict[str, Any]:

@@ -38,6 +38,13 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
     return ["method", *(names[name] for name in present)], rows
 
 
+def print_methods(title: str, methods: dict[str, dict[str, Any]]) -> None:
+    """Print the figures of every method, and how well the tables of plans predict them."""
+    console.print_table(title, *metrics(methods))
+    for name, figures in methods.items():
+        print_prediction(name, figures)
+
+
 def print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> None:
     """Print the figures of a plan on held-out requests beside those of other methods, and the verdict."""
     if expected is None:
@@ -69,18 +76,6 @@ def _print_judged(judged: dict[str, Any], phase: str, tokens: float) -> None:
         words += f"; without all-to-all a layer takes {without['layer_us']:,.0f} us"
     console.say(f"{words}:")
     console.say(judged["verdict"]["sentence"], style="bold")
-
-
-def print_gain_of_pass(result: dict[str, Any]) -> None:
-    """Print the gain of a whole pass, if it is known."""
-    if "end_to_end" not in result:
-        return
-    found = result["end_to_end"]
-    words = (
-        f"of the {found['share']:.1%} of a pass that all-to-alls take, the plan saves {found['saving']:.1%} on "
-        f"{found['links']}: a pass is {found['gain']:.3f} times as fast, if nothing else of it changes"
-    )
-    console.say(words)
 
 
 def print_prediction(method: str, figures: dict[str, Any]) -> None:

@@ -3,14 +3,13 @@
 import json
 import time
 from collections import deque
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +22,7 @@ from semmoe.settings import WatchSettings
 MAX_LOOKS = 10_000
 MOST_PAIRS = 12  # pairs of nodes that are shown, the heaviest
 BAR = 30  # characters
+Row = tuple[str, str, str]  # name, figure, note
 
 
 @command(SERVING)
@@ -55,7 +55,7 @@ def watch(
 
     expected = None if plan is None else _expected_lar(plan)
     nodes = [url, *(also or [])]
-    client = asking.client(nodes)
+    client = asking.client()
     looks = deque([watching.look(nodes, time.monotonic(), client)], maxlen=MAX_LOOKS)
     live = nullcontext() if once or as_json else Live(console=console.out, auto_refresh=False, screen=False)
     with live as page:
@@ -85,21 +85,15 @@ def _expected_lar(plan: Path) -> float | None:
 
 
 def _watched(url: str, seen: Any, expected: float | None, warning: str | None) -> Group:
-    """The page: figures of a `watch.View`, the load of ranks, the heaviest pairs, and alarms."""
+    """The page: a table with the figures of a `watch.View`, the load of ranks and the heaviest pairs, and alarms."""
     who = ", ".join(f"{name} {value}" for name, value in seen.active.items())
     title = Text(f"{url}: {seen.ranks} ranks, {who}; the last {seen.seconds:.0f} s", style="bold")
-    parts: list[RenderableType] = [title, _figures(seen, expected)]
-    if seen.load:
-        most = max(seen.load.values())
-        rows = [[rank, f"{value:.2f}", _bar(value, most)] for rank, value in seen.load.items()]
-        parts += [Text(), _grid(["rank", "expert load", ""], rows)]
-    if seen.node_pairs:
-        parts += [Text(), _pairs(seen.node_pairs)]
-    if seen.pairs == 0 and not seen.stale:
-        parts.append(Text("no tokens were routed"))
-    for alarm in _alarms(seen, warning):
-        parts += [Text(), Text(alarm, style="bold red")]
-    return Group(*parts)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for justify in ("left", "right", "left"):
+        table.add_column(justify=justify)
+    for name, value, note in [*_figures(seen, expected), *_loads(seen.load), *_pairs(seen.node_pairs)]:
+        table.add_row(Text(name), Text(value), Text(note, style="dim"))
+    return Group(title, table, *(Text(f"\n{alarm}", style="bold red") for alarm in _alarms(seen, warning)))
 
 
 def _alarms(seen: Any, warning: str | None) -> list[str]:
@@ -110,10 +104,12 @@ def _alarms(seen: Any, warning: str | None) -> list[str]:
     return alarms + ([] if warning is None else [f"DRIFT: {warning}"])
 
 
-def _figures(seen: Any, expected: float | None) -> Table:
+def _figures(seen: Any, expected: float | None) -> list[Row]:
     network = "" if seen.remote_nodes_per_token is None else f", {seen.network_ranks_per_token:.2f} on other nodes"
     planned = "" if expected is None else f"the plan expects {expected:.3f}"
     nodes, sent = seen.remote_nodes_per_token, seen.all_to_all_bytes_per_token
+    routed = "tokens a second, times layers" if seen.pairs or seen.stale else "no tokens were routed"
+    to_ranks = ", ".join(f"{count:,} to rank {rank}" for rank, count in seen.scheduled.items())
     rows = [
         ("plan", ", ".join(seen.plans), "RANKS DIFFER" if len(seen.plans) > 1 else ""),
         ("local activation rate", console.figure(seen.lar), planned),
@@ -121,45 +117,28 @@ def _figures(seen: Any, expected: float | None) -> Table:
         ("remote nodes per token", "" if nodes is None else console.figure(nodes, 2), "and layer"),
         ("remote pairs per token", console.figure(seen.remote_pairs_per_token, 2), "and layer"),
         ("all-to-all bytes", "" if sent is None else f"{sent:,.0f}", "per token and layer"),
-        ("routed", f"{seen.routed_tokens_per_second:,.0f}", "tokens a second, times layers"),
-        ("requests by the plan", f"{sum(seen.scheduled.values()):,}", _to_ranks(seen.scheduled)),
+        ("routed", f"{seen.routed_tokens_per_second:,.0f}", routed),
+        ("requests by the plan", f"{sum(seen.scheduled.values()):,}", to_ranks),
         ("requests with a rank", f"{seen.named:,}", "named by themselves"),
         ("requests by the engine", f"{seen.by_engine:,}", ""),
         ("ids outside the tables", f"{seen.unknown_tokens:,}", ""),
         ("failures to schedule", f"{seen.schedule_failures:,}", ""),
     ]
-    counted = [(name, Text(value), Text(note, style="dim")) for name, value, note in rows if value]
-    return _grid(["", "figure", ""], counted, header=False)
+    return [row for row in rows if row[1]]
 
 
-def _to_ranks(scheduled: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} to rank {rank}" for rank, count in scheduled.items())
+def _loads(load: dict[str, float]) -> list[Row]:
+    """The expert load of ranks over their mean, as bars."""
+    most = max(load.values(), default=1.0)
+    return [(f"load of rank {rank}", f"{value:.2f}", "█" * round(BAR * value / most)) for rank, value in load.items()]
 
 
-def _pairs(pairs: list) -> Table:
-    """The rows and bytes that nodes sent to each other, the heaviest pairs first, as bars."""
-    shown, most = pairs[:MOST_PAIRS], max(pairs[0].rows_per_second, 1e-9)
-    with_bytes = any(pair.bytes_per_second is not None for pair in pairs)
+def _pairs(pairs: list[Any]) -> list[Row]:
+    """The rows and bytes that nodes sent to each other, the heaviest pairs first."""
     rows = []
-    for pair in shown:
-        size = ["-" if pair.bytes_per_second is None else f"{pair.bytes_per_second / 1e6:.2f}"] if with_bytes else []
-        ends, rate = f"{pair.source} → {pair.target}", f"{pair.rows_per_second:,.0f}"
-        rows.append([ends, rate, *size, _bar(pair.rows_per_second, most)])
-    table = _grid(["node to node", "rows a second", *(["MB a second"] if with_bytes else []), ""], rows)
-    if len(pairs) > len(shown):
-        table.caption, table.caption_justify = f"the {len(shown)} heaviest of {len(pairs):,} pairs", "left"
-    return table
-
-
-def _grid(columns: list[str], rows: Iterable[Iterable[RenderableType]], header: bool = True) -> Table:
-    """A table without lines, whose columns are at the right if they have a name."""
-    table = Table(box=None, pad_edge=False, show_header=header)
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _bar(value: float, most: float) -> str:
-    return "█" * round(BAR * value / most)
+    for pair in pairs[:MOST_PAIRS]:
+        size = "" if pair.bytes_per_second is None else f", {pair.bytes_per_second / 1e6:.2f} MB"
+        rows.append((f"node {pair.source} → {pair.target}", f"{pair.rows_per_second:,.0f}", f"rows a second{size}"))
+    if len(pairs) > MOST_PAIRS:
+        rows.append(("", "", f"the {MOST_PAIRS} heaviest of {len(pairs):,} pairs"))
+    return rows

@@ -1,15 +1,13 @@
-"""Requests to a running server: the headers and certificates that a gateway asks for, and answers with a bound."""
+"""Requests to a running server: the headers that a gateway asks for, and answers with a bound."""
 
 import re
-import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import SplitResult, urlsplit
-from urllib.request import BaseHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 MAX_ANSWER_BYTES = 1 << 26  # of a page of counters; those of 64 ranks with all pairs have about 2 MB
 MIN_SECRET = 6  # characters; shorter words of a header are not looked for in messages
@@ -26,18 +24,14 @@ class _NoRedirects(HTTPRedirectHandler):
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """How servers are asked. headers: sent with every request; certificates: a file of the authorities to trust."""
+    """How servers are asked. headers: sent with every request."""
 
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    certificates: Path | None = None
 
     def read(self, url: str, seconds: float, data: bytes | None = None) -> bytes:
         """The answer to a GET, or to a POST of JSON. Raises OSError or HTTPException."""
         request = Request(url, data, {"Content-Type": "application/json", **self.headers})
-        handlers: list[BaseHandler] = [_NoRedirects()]
-        if self.certificates is not None:
-            handlers.append(HTTPSHandler(context=ssl.create_default_context(cafile=self.certificates)))
-        with build_opener(*handlers).open(request, timeout=seconds) as answer:
+        with build_opener(_NoRedirects()).open(request, timeout=seconds) as answer:
             content = answer.read(MAX_ANSWER_BYTES + 1)
         if len(content) > MAX_ANSWER_BYTES:
             raise OSError(f"the answer has more than {MAX_ANSWER_BYTES >> 20} MB")
@@ -61,10 +55,10 @@ class Client:
 PLAIN = Client()
 
 
-def make_client(headers: Sequence[str], certificates: Path | None, urls: Sequence[str], key: str = "") -> Client:
+def make_client(headers: Sequence[str], key: str = "") -> Client:
     """Make a client. Raises ValueError, without the value of a header, if no request can carry a header.
 
-    headers: "NAME:VALUE"; urls: the servers' addresses; key: an API key, unless a header says Authorization.
+    headers: "NAME:VALUE"; key: an API key, unless a header says Authorization.
     """
     parsed: dict[str, str] = {}
     own = [f"Authorization:Bearer {key}"] if key else []
@@ -75,20 +69,7 @@ def make_client(headers: Sequence[str], certificates: Path | None, urls: Sequenc
         if not value.isprintable() or not value.isascii():
             raise ValueError(f"the value of header {name} must be printable ASCII in one line")
         parsed[name.lower()] = value.strip()
-    if certificates is not None:
-        _check_certificates(certificates)
-        if not all(split_address(url).scheme == "https" for url in urls):
-            raise ValueError("--ca has no effect here: certificates belong to https://")
-    return Client(headers=parsed, certificates=certificates)
-
-
-def _check_certificates(path: Path) -> None:
-    try:
-        ssl.create_default_context(cafile=path)
-    except ssl.SSLError:
-        raise ValueError(f"--ca {path} holds no certificates in PEM format") from None
-    except OSError as error:
-        raise ValueError(f"--ca {path}: {error.strerror}") from None
+    return Client(headers=parsed)
 
 
 def split_address(url: str) -> SplitResult:

@@ -1,9 +1,5 @@
-"""Write one HTML file that contains all it needs: style, script, Plotly and data."""
+"""Write one HTML file that contains all it needs: style, drawings and data. It runs no script."""
 
-import base64
-import gzip
-import hashlib
-import json
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -60,25 +56,14 @@ class PlanView:
 
 def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
     """The page as text, and its verdicts."""
-    import plotly.offline
-
     plans = [_view(inputs, entry, f"plan-{i}") for i, entry in enumerate(inputs.plans)]
-    methods = [sections.methods(replay, f"methods-{i}") for i, (_, replay) in enumerate(inputs.replays)]
-    figures = [figure for plan in plans for figure in (plan.pays, plan.layers) if figure is not None] + methods
-    specs = {f"{figure.id}-{i}": panel.spec for figure in figures for i, panel in enumerate(figure.panels)}
-    plotly_js, page_js = plotly.offline.get_plotlyjs(), _file("page.js")
-    assert "</script" not in plotly_js.lower()
     html = _template().render(
         inputs=inputs,
         lead=verdict.lead(inputs, [plan.pair for plan in plans]),
         plans=plans,
-        methods=[(path, replay, part) for (path, replay), part in zip(inputs.replays, methods, strict=True)],
+        methods=[(path, run, sections.methods(run, f"methods-{i}")) for i, (path, run) in enumerate(inputs.replays)],
         facts=_facts(command),
-        figures=embedded(specs),
-        plotly=packed(plotly_js),
-        style=_file("style.css"),
-        page_js=page_js,
-        scripts=" ".join(_digest(script) for script in (plotly_js, page_js)),
+        style=(HERE / "style.css").read_text(encoding="utf-8"),
     )
     return html, [plan.card for plan in plans]
 
@@ -92,7 +77,7 @@ def _view(inputs: Inputs, entry: PlanFile, id: str) -> PlanView:
 
 def _facts(command: str) -> dict[str, str]:
     """The command, versions and machine that wrote the page; measurements name their own."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("plotly", "jinja2", "numpy"))
+    packages = ", ".join(f"{name} {version(name)}" for name in ("jinja2", "numpy"))
     machine = f"{platform.machine()}, {platform.system()}"
     python = platform.python_version()
     return {"command": command, "semmoe": __version__, "Python": python, "packages": packages, "machine": machine}
@@ -110,23 +95,3 @@ def _template() -> Any:
     )
     environment.globals |= {"words": words, "worth": WORTH}
     return environment.get_template("page.html.j2")
-
-
-def _file(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
-
-
-def embedded(value: Any) -> str:
-    """JSON without NaN, packed."""
-    return packed(json.dumps(value, allow_nan=False, separators=(",", ":")))
-
-
-def packed(text: str) -> str:
-    """Text as base 85 of gzip, for page.js; it is safe inside a <script>, whose end needs a slash."""
-    out = base64.b85encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
-    return out if "<!--" not in out else packed(text + " ")  # a comment would begin there
-
-
-def _digest(script: str) -> str:
-    """The hash by which the content security policy allows a script to run."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

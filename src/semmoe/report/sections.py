@@ -7,7 +7,7 @@ import numpy as np
 
 from semmoe.costs.timing import WORTH
 from semmoe.evaluation.results import Expected, Layer, ReplayFile
-from semmoe.report import figures, words
+from semmoe.report import words
 from semmoe.report.verdict import Replayed
 from semmoe.report.view import Figure, Key, Panel, Table
 from semmoe.report.words import LAR, LOAD, REMOTE, Column, cells
@@ -35,12 +35,10 @@ def pays(expected: Expected | None, id: str = "pays") -> Figure | None:
     high = max(float(gains.max()), 100 * WORTH)
     row = int(np.argmin(np.abs(np.array(grid.batch_tokens) - expected.tokens_per_batch)))
     here = row, int(np.argmin(np.abs(np.array(grid.bandwidths) - 1)))
-    spec = figures.named_grid(gains, links, batches, "bandwidth of the links", "tokens per batch", high, here)
-    label = f"Gain of the plan from {gains.min():+.0f} % to {gains.max():+.0f} % over links and batches"
     rows = [[batch, *(f"{gain:+.1f}" for gain in row)] for batch, row in zip(batches, gains, strict=True)]
-    table = Table("Gain in per cent, by tokens per batch and bandwidth", ["tokens", *links], rows)
-    scale = ("0 % or less", f"{high:+.0f} %", "gain")
-    return Figure(id=id, panels=[Panel("", spec, label)], tables=[table], scale=scale)
+    shares = (gains / high).clip(0, 1).tolist()
+    table = Table("Gain in per cent, by tokens per batch and bandwidth of the links", ["tokens", *links], rows, shares)
+    return Figure(id=id, table=table, scale=("0 % or less", f"{high:+.0f} %", "gain"), framed=here)
 
 
 def _times(factor: float) -> str:
@@ -53,27 +51,28 @@ def layers(replayed: Replayed, id: str = "layers") -> Figure:
     vanilla = replayed.vanilla.layers if replayed.vanilla else []
     vanilla = vanilla if len(vanilla) == len(plan) else []
     predicted = [layer.predicted_lar for layer in plan if layer.predicted_lar is not None]
-    marks = predicted if len(predicted) == len(plan) else None
+    points = predicted if len(predicted) == len(plan) else []
     ranks = len(plan[0].load_per_rank)
     panels = [
-        _panel(LAR, plan, vanilla, predicted=marks, baseline=1 / ranks if ranks else None),
+        _panel(LAR, plan, vanilla, points=points, line=1 / ranks if ranks else None),
         _panel(REMOTE, plan, vanilla, digits=2),
-        _panel(LOAD, plan, vanilla, baseline=limit, digits=2, dash="dash"),
+        _panel(LOAD, plan, vanilla, line=limit, digits=2, line_mark="dash"),
     ]
     keys = [VANILLA, PLAN] if vanilla else [PLAN]
-    keys += [Key("predicted", "predicted", "diamond")] if marks else []
+    keys += [Key("predicted", "predicted", "point")] if points else []
     keys += [Key("chance: 1 / ranks", "muted", "dot")] if ranks else []
     keys += [Key(f"load limit {limit:g}, of the mean over layers", "muted", "dash")] if limit else []
-    return Figure(id=id, panels=panels, tables=[_layer_table(plan, vanilla)], keys=keys)
+    return Figure(id=id, panels=panels, table=_layer_table(plan, vanilla), keys=keys)
 
 
 def _panel(column: Column, plan: list[Layer], vanilla: list[Layer], digits: int = 3, **look: Any) -> Panel:
-    """One quantity of each layer; `look` is for `figures.by_layer`."""
+    """One quantity of each layer, vanilla beside plan; `look` is for `Panel`."""
     title, field, _ = column
     values, others = [getattr(layer, field) for layer in plan], [getattr(layer, field) for layer in vanilla]
     beside = f", vanilla {_span(others, digits)}" if others else ""
     label = f"{title} of {words.count(len(values), 'layer')}: plan {_span(values, digits)}{beside}"
-    return Panel(title, figures.by_layer(others or None, values, digits=digits, **look), label)
+    sides = {"vanilla": others, "plan": values} if others else {"plan": values}
+    return Panel(title=title, label=label, sides=sides, digits=digits, **look)
 
 
 def _span(values: list[float], digits: int) -> str:
@@ -90,16 +89,8 @@ def _layer_table(plan: list[Layer], vanilla: list[Layer]) -> Table:
 
 
 def methods(replay: ReplayFile, id: str = "methods") -> Figure:
-    """What each method of a replay would gain."""
-    names = [words.name(name) for name in replay.methods]
-    colours = ["plan" if name == "semmoe" else "vanilla" for name in replay.methods]
-    scored = list(replay.methods.values())
-    panels = []
-    for title, field, write in (LAR, REMOTE, LOAD):
-        values = [getattr(method, field) for method in scored]
-        texts = [write(value) for value in values]
-        values_by_name = "; ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
-        panels.append(Panel(title, figures.named_bars(names, values, colours, texts), f"{title}: {values_by_name}"))
-    rows = [[name, *cells(method, REPLAYED)] for name, method in zip(names, scored, strict=True)]
-    table = Table("Methods", ["method", *(title for title, *_ in REPLAYED)], rows)
-    return Figure(id=id, panels=panels, tables=[table], keys=[Key("semmoe", "plan"), Key("others", "vanilla")])
+    """What each method of a replay would gain: figures beside bars, the longest of a column for its highest figure."""
+    rows = [[words.name(name), *cells(method, REPLAYED)] for name, method in replay.methods.items()]
+    figures = np.array([[getattr(m, field) or 0.0 for _, field, _ in REPLAYED] for m in replay.methods.values()])
+    shares = figures / np.maximum(figures.max(axis=0), 1e-9)
+    return Figure(id=id, table=Table("Methods", ["method", *(title for title, *_ in REPLAYED)], rows, shares.tolist()))

@@ -1,45 +1,60 @@
 """Parts of a page, before they are HTML: cards, figures and their tables. All text is plain."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; the first cell of each row is its heading."""
+    """A table of text; the first cell of each row is its heading. shares: of the other cells, from 0 to 1, drawn."""
 
     caption: str
     columns: list[str]
     rows: list[list[str]]
+    shares: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend. colour: a name of the theme; mark: box, dash, dot or diamond."""
+    """An entry of a legend. colour: a name of the theme; mark: box, dash, dot or point."""
 
     label: str
     colour: str
     mark: str = "box"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One plot. spec: Plotly data and layout; label: what it shows, for readers who do not see it."""
+    """One quantity of L layers as bars. label: what it shows, for readers who do not see it."""
 
     title: str
-    spec: dict[str, Any]
     label: str
+    sides: dict[str, list[float]]  # (L,) by the name of a color: vanilla, plan
+    points: list[float] = field(default_factory=list)  # (L,) on the plan's bars, or none
+    line: float | None = None  # across all layers
+    line_mark: str = "dot"
+    digits: int = 3
+
+    @property
+    def top(self) -> float:
+        """The value at the upper edge."""
+        lines = [] if self.line is None else [self.line]
+        highest = max([value for values in self.sides.values() for value in values] + self.points + lines)
+        return 1.08 * highest if highest > 0 else 0.1
+
+    def write(self, value: float) -> str:
+        return f"{value:.{self.digits}f}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Panels that belong together. id: of its element in the page, where the template explains it."""
+    """Panels that belong together with their data, or a table that is drawn. id: of its element in the page."""
 
     id: str
-    panels: list[Panel]
-    tables: list[Table]
+    table: Table
+    panels: list[Panel] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
     scale: tuple[str, str, str] | None = None  # the colors' lowest and highest value, and the quantity
+    framed: tuple[int, int] | None = None  # row and column of the table's cell that is framed
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from semmoe.core import DECODE, PREFILL
-from semmoe.io.files import NO_ROOM
+from semmoe.io.files import array_shape
 from semmoe.live.recorder.files import Control, Status
 from semmoe.topology import Fingerprint
-from semmoe.traces.trace import TraceWriter
+from semmoe.traces.trace import TraceHeader, TraceWriter, shard_paths
 
 SLOTS = 1 << 16  # most unfinished requests at a time; further ones are skipped
 REFUSED = SLOTS  # the slot of every request that is not recorded
@@ -26,7 +26,7 @@ MOST_POSITION = np.iinfo(np.int32).max
 SHARD_TOKENS = 1 << 14  # small, so that writing one delays a server by only about 10 ms
 # finished requests are written when they hold 1/16 of the rows in memory, since each write scans all rows
 WRITE_SHARE = 16
-ROW_OVERHEAD = 4 * 4  # bytes per row beside its experts: token, position, slot, and place in the stack of free rows
+ROW_OVERHEAD = 3 * 4  # bytes per row beside its experts: token, position and slot
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,13 @@ class Rows:
     def __len__(self) -> int:
         return len(self.slots)
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return self.slots, self.positions, self.token_ids, self.expert_ids
+
     def where(self, chosen: np.ndarray | slice) -> Rows:
         """The rows selected by a mask (n,), by indices, or by a slice."""
-        return Rows(self.slots[chosen], self.positions[chosen], self.token_ids[chosen], self.expert_ids[chosen])
+        return Rows(*(array[chosen] for array in self.arrays))
 
     def known(self, name: str, size: int) -> Rows:
         """The rows whose ids in the array `name` are all from 0 to size - 1."""
@@ -132,55 +136,44 @@ class Requests:
 class RowStore:
     """Rows of unfinished requests, at most `capacity`; only rows in use take memory.
 
-    Rows are stored at any free place; those of a request are found by a scan when it is written.
+    Rows lie in any order; those of a request are found by a scan when it is written.
     """
 
     def __init__(self, fingerprint: Fingerprint, capacity: int) -> None:
-        self._shape = (fingerprint.num_layers, fingerprint.top_k)
+        f = fingerprint
         self.capacity, self.used = capacity, 0
-        self._token_ids = np.empty(capacity, np.int32)
-        self._positions = np.empty(capacity, np.int32)
-        self._slots = np.empty(capacity, np.int32)
-        self._experts = np.empty((capacity, math.prod(self._shape)), expert_dtype(fingerprint))
-        self._unused = np.empty(capacity, np.int32)  # a stack of free rows
-        self._num_unused, self._touched = 0, 0  # rows from `_touched` on were never in use, nor on the stack
+        slots, positions, token_ids = (np.empty(capacity, np.int32) for _ in range(3))
+        self._held = Rows(slots, positions, token_ids, np.empty((capacity, f.num_layers, f.top_k), expert_dtype(f)))
 
     @property
     def free(self) -> int:
         return self.capacity - self.used
 
     def put(self, rows: Rows) -> None:
-        at = self._take(len(rows))
-        self._token_ids[at] = rows.token_ids
-        self._positions[at] = rows.positions
-        self._slots[at] = rows.slots
-        self._experts[at] = rows.expert_ids.reshape(len(rows), self._experts.shape[1])
-
-    def _take(self, n: int) -> np.ndarray:
-        """Take n rows from the stack, which grows by rows that were never in use if it has fewer."""
-        assert n <= self.free
-        fresh = max(0, n - self._num_unused)
-        self._unused[self._num_unused : self._num_unused + fresh] = np.arange(self._touched, self._touched + fresh)
-        self._touched += fresh
-        self._num_unused += fresh - n
-        self.used += n
-        return self._unused[self._num_unused : self._num_unused + n]
+        assert len(rows) <= self.free
+        end = self.used + len(rows)
+        for held, new in zip(self._held.arrays, rows.arrays, strict=True):
+            held[self.used : end] = new
+        self.used = end
 
     def pop(self, slots: Sequence[int]) -> list[Rows]:
         """Remove and return the rows of each slot, by position."""
         turn = np.full(SLOTS + 1, -1, np.int64)  # of each slot, its place in `slots`
         turn[list(slots)] = np.arange(len(slots))
-        turns = turn[self._slots[: self._touched]]
-        at = np.flatnonzero(turns >= 0).astype(np.int32)
-        at = at[np.lexsort((self._positions[at], turns[at]))]
-        experts = self._experts[at].reshape(-1, *self._shape)
-        rows = Rows(self._slots[at], self._positions[at], self._token_ids[at], experts)
-        self._slots[at] = REFUSED  # these rows belong to no request
-        self._unused[self._num_unused : self._num_unused + len(at)] = at
-        self._num_unused += len(at)
-        self.used -= len(at)
+        turns = turn[self._held.slots[: self.used]]
+        at = np.flatnonzero(turns >= 0)
+        at = at[np.lexsort((self._held.positions[at], turns[at]))]
+        rows = self._held.where(at)
         bounds = np.searchsorted(turns[at], np.arange(len(slots) + 1))
+        self._close(at)
         return [rows.where(slice(first, last)) for first, last in itertools.pairwise(bounds)]
+
+    def _close(self, gone: np.ndarray) -> None:
+        """Fill the places of rows that are gone with the last rows."""
+        self.used -= len(gone)
+        last = np.setdiff1d(np.arange(self.used, self.used + len(gone)), gone, assume_unique=True)
+        for held in self._held.arrays:
+            held[gone[gone < self.used]] = held[last]
 
 
 def row_bytes(fingerprint: Fingerprint) -> int:
@@ -195,21 +188,23 @@ def expert_dtype(fingerprint: Fingerprint) -> np.dtype:
 class Memory:
     """The rows of sampled requests until these have ended, within `control.max_mb`, and the trace that they go to.
 
-    Requests that ended are written together; a quarter of the memory, at most one shard, is for written rows that wait
-    for the disk. `status` counts the requests and rows that are recorded, and those that are left out.
+    Requests that ended are written together; a quarter of the memory, at most one shard, is for rows that wait for the
+    disk. `status` counts the requests and rows that are recorded, and those that are left out.
     """
 
-    def __init__(self, control: Control, status: Status, writer: TraceWriter) -> None:
-        self._fingerprint = writer.header.fingerprint
+    def __init__(self, control: Control, status: Status, path: Path, header: TraceHeader) -> None:
+        self._fingerprint = header.fingerprint
         capacity = control.max_mb * 10**6 // row_bytes(self._fingerprint)
-        self._shard_tokens = min(SHARD_TOKENS, capacity // 4)
-        if self._shard_tokens < 1:
+        shard_tokens = min(SHARD_TOKENS, capacity // 4)
+        if shard_tokens < 1:
             raise ValueError(f"max_mb {control.max_mb} is too little for a row")
         self.max_tokens, self.full = control.max_tokens, False  # whether the limit is reached
+        self._writer = TraceWriter(path, header, shard_tokens, private=True)
         self._status = status
-        self._writer = writer
+        status.requests = self._writer.num_requests  # not 0 if the server restarted during this run
+        status.tokens = sum(array_shape(shard, "token_ids")[0] for shard in shard_paths(path))
         self._requests = Requests(control.sample)
-        self._store = RowStore(self._fingerprint, capacity - self._shard_tokens)
+        self._store = RowStore(self._fingerprint, capacity - shard_tokens)
         self._finished: dict[int, tuple[np.ndarray, int]] = {}  # prompt and length by slot
         self._num_finished = 0  # rows and prompt tokens of finished requests
 
@@ -278,9 +273,9 @@ class Memory:
             self._write_finished()
 
     def save(self) -> None:
-        """Write finished requests to disk; what does not fit there is kept for the next attempt."""
+        """Write finished requests to disk."""
         self._write_finished()
-        self._flush()
+        self._writer.flush()
 
     def _write_finished(self) -> None:
         """Append the rows of finished requests to the trace and forget these requests."""
@@ -294,17 +289,15 @@ class Memory:
             self._append(prompt, rows.where(rows.positions < length))
 
     def _append(self, prompt: np.ndarray, rows: Rows) -> None:
-        """Append a request to the trace; what does not fit there is dropped."""
-        status, writer = self._status, self._writer
-        if writer.pending_tokens >= self._shard_tokens:
-            self._flush()
+        """Append a request to the trace, unless it then held more than `max_tokens`."""
+        status = self._status
         self.full |= status.tokens + len(rows) > self.max_tokens
-        if self.full or writer.pending_tokens >= self._shard_tokens:  # a full disk leaves them pending
+        if self.full:
             status.dropped += 1
             return
         known = prompt[within(prompt, self._fingerprint.vocab_size)]
         status.unknown += len(prompt) - len(known)
-        writer.append(
+        self._writer.append(
             prompt_ids=known,
             token_ids=rows.token_ids,
             expert_ids=rows.expert_ids,
@@ -313,12 +306,3 @@ class Memory:
         status.requests += 1
         status.tokens += len(rows)
         self.full = status.tokens >= self.max_tokens
-
-    def _flush(self) -> None:
-        self._status.reason = ""
-        try:
-            self._writer.flush()
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            self._status.reason = f"nothing can be written now: {error}"[:1000]

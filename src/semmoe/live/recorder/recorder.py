@@ -34,16 +34,14 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.engines.private import check_folder, open_folder
-from semmoe.io.files import array_shape
 from semmoe.live.recorder.files import CONTROL, Control, Status, rank_folder, read_control, write_status
 from semmoe.live.recorder.memory import MOST_POSITION, Memory, Rows
 from semmoe.topology import Fingerprint
-from semmoe.traces.trace import TraceHeader, TraceWriter, shard_paths
+from semmoe.traces.trace import TraceHeader
 
 LOOK_SECONDS = 0.2  # between reads of the control file
 STATUS_SECONDS = 1.0
 SAVE_SECONDS = 5.0  # between writes of the trace, since engines end ranks without notice
-NEVER = 1 << 62  # tokens per shard for the writer, because `Memory` decides when a shard is written
 logger = logging.getLogger(__name__)
 
 
@@ -174,10 +172,7 @@ class LiveRecorder:
         open_folder(path)
         settings = {"run": control.run, "sample": control.sample}
         header = TraceHeader(fingerprint=self.fingerprint, dataset_hash=f"live:{control.run}", settings=settings)
-        writer = TraceWriter(path, header, shard_tokens=NEVER, private=True)
-        memory = Memory(control, self._status, writer)
-        self._status.requests = writer.num_requests
-        self._status.tokens = sum(array_shape(shard, "token_ids")[0] for shard in shard_paths(path))
+        memory = Memory(control, self._status, path, header)
         self._status.state, self._memory = "recording", memory
         self._next_status, self._next_save = now, now + SAVE_SECONDS
         if self._watch:
@@ -197,8 +192,6 @@ class LiveRecorder:
         self._memory.save()
         if self._memory.full:
             reason = f"max_tokens {self._memory.max_tokens} is reached"
-        if self._status.reason:
-            reason = f"{self._status.reason}; what was not on disk is lost"
         self._end("stopped", reason)
 
     def _fail(self, error: Exception) -> None:
