@@ -153,6 +153,28 @@ def test_the_verdict_as_json_and_in_the_plan(work, tmp_path):
     assert pairs.sum() == pytest.approx(rows * (f.hidden_size * (1 + 2) + 8 * f.top_k), rel=1e-3)
 
 
+def test_a_measured_share_of_all_to_alls_gives_the_gain_of_a_pass(work, tmp_path):
+    command = ["solve", work / "trace", "--ep-size", 4, "--links", "pcie5", "--share", 0.4, "--force"]
+    command += ["--out", tmp_path / "p"]
+    result = json.loads(run(*command, "--json").stdout)
+    plan, linear = result["expected"]["all_to_all_us"], result["expected"]["others"]["linear"]["all_to_all_us"]
+    saving = 1 - plan / linear
+    assert result["end_to_end"]["gain"] == pytest.approx(1 / (1 - 0.4 * saving))
+    assert result["end_to_end"]["saving"] == pytest.approx(saving)
+    assert result["end_to_end"]["gain"] > 1
+    shown = run(*command).stdout.splitlines()[-1]
+    assert shown.startswith(f"of the 40.0% of a pass that all-to-alls take, the plan saves {saving:.1%} on PCI ")
+    itself = json.loads(run(*command, "--method", "linear", "--json").stdout)["end_to_end"]
+    assert (itself["share"], itself["saving"], itself["gain"]) == (0.4, 0, 1)
+    assert "end_to_end" not in json.loads(run(*command[:6], *command[8:], "--json").stdout)
+
+
+def test_a_share_needs_the_widths_of_the_model(tmp_path):
+    command = ["--ep-size", 2, "--method", "linear", "--share", 0.4, "--out", tmp_path / "p"]
+    refused(run("solve", npz(tmp_path / "t.npz"), *command), "--share needs", "--hidden-size and --expert-size")
+    assert not (tmp_path / "p").exists()
+
+
 def test_only_attention_tp_has_a_rival_without_all_to_all(work, tmp_path):
     for attention, nodes, links in (("dp", 1, "H200 NVLink, one node"), ("tp", 2, "400 Gbit/s")):
         command = ["solve", work / "trace", "--ep-size", 4, "--attention", attention, "--num-nodes", nodes]

@@ -14,7 +14,7 @@ from semmoe.cli.form import with_changes
 from semmoe.core import Plan, RoutingTrace
 from semmoe.costs.links import PhaseLinks
 from semmoe.costs.rows import RowCosts
-from semmoe.costs.timing import LayerShape
+from semmoe.costs.timing import LayerShape, end_to_end
 from semmoe.io import console
 from semmoe.io.bounds import number
 from semmoe.placement.methods import METHODS, check_applies, find_method
@@ -64,13 +64,22 @@ class SolveOptions:
 class ForecastOptions(options.LinksOptions, RunningSettings):
     """The server that a plan is judged for; None: not given."""
 
+    share: float | None = number(
+        None,
+        0.001,
+        0.999,
+        panel="Links",
+        help="Share of a pass that all-to-alls take on your server, measured without a plan: also print the gain of a "
+        "pass. At 0.4, a plan that saves 30 % of this time on --links makes it 1 / (1 - 0.4 * 0.3) = 1.136 times as "
+        "fast.",
+    )
     hidden_size: int | None = width(help="Width of the model, if the trace does not say.")
     expert_size: int | None = width(help="Width of one expert, if the trace does not say.")
 
     def layer_shape(self, f: Fingerprint) -> LayerShape | None:
         """The shape of a layer from the trace and the given widths; None if a width is unknown.
 
-        Raises ValueError if widths contradict the trace.
+        Raises ValueError if widths contradict the trace, or if one is unknown and a share of the time is given.
         """
         sizes = []
         for name in ("hidden_size", "expert_size"):
@@ -78,6 +87,8 @@ class ForecastOptions(options.LinksOptions, RunningSettings):
             if 0 not in (given, known) and given != known:
                 raise ValueError(f"--{name.replace('_', '-')} is {given}, but the trace was profiled with {known}")
             sizes.append(given or known)
+        if self.share is not None and not all(sizes):
+            raise ValueError("--share needs the widths of the model: give --hidden-size and --expert-size")
         return LayerShape(hidden_size=sizes[0], expert_size=sizes[1], top_k=f.top_k) if all(sizes) else None
 
 
@@ -122,7 +133,8 @@ def solve(
     with console.bars() as bars:
         plan = solve_expected(problem, measure, links, shape, bars)
     save_plan(plan, out)
-    result: dict[str, Any] = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology)}
+    counts = {"scheduled_by_answers": warn_of_answers(opened, topology)}
+    result = {"plan": str(out), **counts, **gain_of_pass(plan.expected, server.share)}
     if previous is not None:
         result["moved_experts"], result["experts"] = moved_experts(plan, previous)
     _warn_of_shape(shape)
@@ -142,6 +154,17 @@ def _print(plan: Plan, result: dict[str, Any], begin: Path | None, out: Path) ->
         counts = f"{result['moved_experts']:,} of {result['experts']:,}"
         console.say(f"{counts} experts move to another rank, from {begin}")
     tables.print_expected(out, plan.method, plan.expected)
+    tables.print_gain_of_pass(result)
+
+
+def gain_of_pass(expected: dict[str, Any] | None, share: float | None) -> dict[str, Any]:
+    """The gain of a whole pass over one on the linear placement, by name; nothing without a share or a forecast."""
+    if share is None or expected is None:
+        return {}
+    linear = expected["others"].get("linear", expected)["all_to_all_us"]
+    saving = 1 - expected["all_to_all_us"] / linear if linear > 0 else 0.0
+    gain = {"share": share, "saving": saving, "gain": end_to_end(share, saving), "links": expected["links"]["name"]}
+    return {"end_to_end": gain}
 
 
 def phase_costs(

@@ -217,6 +217,14 @@ def verdict(plan: Prediction, others: list[Prediction], without_all_to_all: Laye
     return Verdict(worth_it=gain >= WORTH, gain=gain, against=name, sentence=f"{reason} ({changes})")
 
 
+def end_to_end(share: float, saving: float) -> float:
+    """Return how many times as fast a pass is when `saving` of its communication time, `share` of its time, is saved.
+
+    This is Amdahl's law. Worked example: of a share of 0.4 a plan saves 0.3, so 1 / (1 - 0.4 * 0.3) = 1.136.
+    """
+    return 1 / (1 - share * saving)
+
+
 def _reason(plan: LayerTime, best: LayerTime, gain: float) -> str:
     saved = best.communication - plan.communication
     if gain >= WORTH:
