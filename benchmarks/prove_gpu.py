@@ -148,7 +148,7 @@ def kernels(run: Run) -> dict[str, Any]:
 
 
 def profile(run: Run) -> dict[str, Any]:
-    """Routing of the standard library's texts, as the engine itself computes it on one rank."""
+    """Routing of the standard library's texts, as the engine itself computes it."""
     limit, new = ("40", "4") if run.a.rehearse else ("300", "32")
     words = [*SEMMOE, "profile", run.a.model, "--engine", run.a.engine, "--limit", limit, "--max-new-tokens", new]
     run.call("profile", [*words, "--out", str(run.folder / "trace"), "--", *_offline(run.a)], START_SECONDS)
@@ -217,7 +217,7 @@ STEPS: list[tuple[str, str, Callable[[Run], dict[str, Any]], bool]] = [
 
 
 def _offline(a: argparse.Namespace) -> list[str]:
-    """Options of an engine that runs alone; those of its all-to-all are for several ranks."""
+    """Options of the engine that profiles."""
     return _small(a) if a.rehearse else [word for word in a.profile_options.split() if word]
 
 
@@ -396,7 +396,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", choices=["dp", "tp"], default="dp")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"))
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--profile-options", default="", help="options of the engine that profiles on one GPU")
+    parser.add_argument("--profile-options", default="", help="options of the engine that profiles")
     parser.add_argument("--one-gpu", action="store_true", help="both ranks on one GPU, each a node of its own")
     parser.add_argument(
         "--without", nargs="*", default=[], choices=[name for name, *_ in STEPS], help="steps to leave out"

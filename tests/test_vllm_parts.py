@@ -15,12 +15,10 @@ from semmoe.engines.settings import from_environment
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.placement import PlacedExperts, layer_index, refuse_reload, unpacked
-from semmoe.engines.vllm.profile import Passes
 from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
-from semmoe.live.recorder.memory import Rows
 from semmoe.live.recorder.passes import PassRecorder
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime.copies import RankCopies
@@ -213,19 +211,6 @@ def test_a_request_goes_on_behind_rejected_drafts():
     begun = [len(in_slot_1(step(*rows))) for rows in ((0, 4), (4, 4), (5, 4), (7, 1), (20, 1), (2, 3), (0, 1))]
     assert begun == [1, 0, 0, 0, 1, 1, 1]
     assert [len(in_slot_1(step(*rows))) for rows in ((0, 2), (0, 2), (1, 3))] == [1, 1, 0]  # a short request before
-
-
-def test_passes_are_put_together_once():
-    passes = Passes()
-    experts = np.arange(8).reshape(4, 1, 2)
-    rows, both = np.array([0, 0, 1, 0]), ["7-x", "8-y"]
-    passes.observe(both, Rows(rows, np.array([0, 1, 0, 2]), np.array([4, 5, 6, 7]), experts))
-    passes.observe(["7-x"], Rows(np.zeros(2, int), np.array([2, 3]), np.array([7, 9]), experts[:2] + 90))
-    taken = passes.take("7", 3)
-    assert taken["token_ids"].tolist() == [4, 5, 7]
-    assert taken["expert_ids"][:, 0].tolist() == [[0, 1], [2, 3], [6, 7]]
-    passes.observe(["9-z"], Rows(np.zeros(2, int), np.array([1, 0]), np.array([6, 4]), experts[2:]))
-    assert passes.take("9", 2)["expert_ids"][:, 0].tolist() == [[6, 7], [4, 5]]
 
 
 class Engine:

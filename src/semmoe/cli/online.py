@@ -2,7 +2,6 @@
 
 import importlib
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, Pr
 from semmoe.traces.dataset import LeftOut, check_token_ids, digest, encode_usable, is_running_text, read_prompts
 from semmoe.traces.prompts import Prompt
 from semmoe.traces.texts import held_out_prompts
-from semmoe.traces.trace import TraceHeader, TraceWriter
+from semmoe.traces.trace import TraceHeader, TraceWriter, open_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ def profile(
     dataset: options.Dataset = None,
     engine: Annotated[
         Literal["transformers", "sglang", "vllm"],
-        options.inputs("sglang, vllm: its offline engine; options after `--` go to it."),
+        options.inputs("sglang, vllm: by a server of its own; options after `--` go to it."),
     ] = "transformers",
     asked: ProfileSettings,
     as_json: options.Json = False,
@@ -59,37 +58,52 @@ def profile(
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.traces.streams import check_tokens
 
-    check_output(out, directory=True, force=True, inputs=(model, dataset))  # a profile that was stopped resumes
-    if engine != "transformers":
+    own = engine == "transformers"
+    check_output(out, directory=True, force=own, inputs=(model, dataset))  # a profile of our own resumes
+    if not own:
         options.check_installed(engine)
     elif ctx.args:
         raise ValueError(f"{ctx.args[0]}: transformers has no such option")
     identity = fingerprint_of(model)  # refuses a model before its tokenizer is asked
     prompts, counts = _prompts(model, load_tokenizer(model), dataset, asked)
     check_token_ids(prompts, identity.vocab_size)
-    stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
-    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
-    record = _recorder(engine, model, identity.top_k, ctx.args)  # refuses a model before anything is written
+    if own:
+        stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
+        header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
+        _profile_here(model, prompts, out, header, asked)
+    else:
+        _profile_served(engine, model, prompts, out, asked, ctx.args)
+    check_tokens(out, str(out))
+    requests = open_trace(out).num_requests
+    console.tell(as_json, {"trace": str(out), "requests": requests, **counts}, f"{requests} requests in {out}")
+
+
+def _profile_here(model: str, prompts: list[list[int]], out: Path, header: TraceHeader, asked: ProfileSettings) -> None:
+    """Record prompts with the embedded engine."""
+    from semmoe.engines.transformers.model import load_model
+    from semmoe.engines.transformers.recorder import record_prompts
+
+    loaded = load_model(model)  # refuses a model before anything is written
     with TraceWriter(out, header) as writer, console.bars() as bars:
         if writer.num_requests:
             console.note(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))
         advance(writer.num_requests)
-        record(prompts, writer, max_new_tokens=asked.max_new_tokens, batch_size=asked.batch_size, progress=advance)
-        requests = writer.num_requests
-    check_tokens(out, str(out))
-    console.tell(as_json, {"trace": str(out), "requests": requests, **counts}, f"{requests} requests in {out}")
+        tokens, batch = asked.max_new_tokens, asked.batch_size
+        record_prompts(loaded, prompts, writer, max_new_tokens=tokens, batch_size=batch, progress=advance)
 
 
-def _recorder(engine: str, model: str, top_k: int, words: list[str]) -> Callable[..., None]:
-    """The function that records prompts with the embedded engine, or with another engine's offline mode."""
-    if engine == "transformers":
-        from semmoe.engines.transformers.model import load_model
-        from semmoe.engines.transformers.recorder import record_prompts
+def _profile_served(
+    engine: str, model: str, prompts: list[list[int]], out: Path, asked: ProfileSettings, words: list[str]
+) -> None:
+    """Record prompts with another engine."""
+    from semmoe.live.profiling import profile as profile_served
 
-        return partial(record_prompts, load_model(model))
-    profiling = importlib.import_module(f"semmoe.engines.{engine}.profile")
-    return partial(profiling.profile, model, top_k=top_k, options=words)
+    console.note(f"starting {engine}; a large model takes minutes")
+    with console.bars() as bars:
+        advance = bars.task("profiling", len(prompts))
+        for _ in profile_served(engine, model, prompts, out, asked, words):
+            advance(1)
 
 
 def _prompts(

@@ -24,7 +24,7 @@ from semmoe.engines.settings import PluginSettings
 from semmoe.engines.step import Pass
 from semmoe.engines.traffic import RankTraffic
 from semmoe.live.recorder.files import refuse
-from semmoe.live.recorder.passes import Listener, PassRecorder
+from semmoe.live.recorder.passes import PassRecorder
 from semmoe.live.recorder.recorder import LiveRecorder
 from semmoe.live.swap import NoSwapper, Swapper
 from semmoe.runtime.agreement import check_agreement
@@ -99,13 +99,9 @@ class Host:
             return False
         identity = self._identity(model)
         made = buffer(num_layers, identity.top_k) if self._settings.record == "1" else None
-        self._record_to(LiveRecorder(folder, identity, self._rank), num_layers, made)
-        return True
-
-    def _record_to(self, listener: Listener, num_layers: int, buffer: Tensor | None = None) -> None:
-        """Pass the routing of every pass to `listener`."""
-        self._recording = PassRecorder(listener, num_layers, buffer)
+        self._recording = PassRecorder(LiveRecorder(folder, identity, self._rank), num_layers, made)
         self._shuffle.listen(self._recording.put)
+        return True
 
     @contextmanager
     def _parts(self, this: Pass) -> Iterator[None]:

@@ -2,8 +2,9 @@
 
 import json
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -24,6 +25,7 @@ POLL = 0.05  # seconds between two looks at a status
 COUNT_POLL = 0.5  # seconds between two looks at the number of recorded requests
 STOP_SECONDS = 60.0  # in which ranks end a recording
 ANSWER = 30.0  # seconds in which a server answers that only takes an order
+COMPLETION_SECONDS = 3600.0  # in which a server completes a prompt, waits included
 PASS_PATH = "/health_generate"  # of SGLang: a request of one token, so that a server without requests runs passes
 
 
@@ -48,14 +50,36 @@ class Served:
 
         Raises ValueError if the server cannot record, records already, or has ended no request.
         """
-        control, _ = recorder_control.begin(self.folder, RecordSettings())
+        with self.recording(target, RecordSettings()) as run:
+            self._wait_for(run, requests, time.monotonic() + timeout)
+
+    @contextmanager
+    def recording(self, target: Path, settings: RecordSettings) -> Iterator[str]:
+        """Record while the block runs, which gets the run's name, and write a trace then."""
+        control, _ = recorder_control.begin(self.folder, settings)
         try:
-            self._wait_for(control.run, requests, time.monotonic() + timeout)
-        except BaseException:  # the loop is ended: recordings hold users' text
+            yield control.run
+        except BaseException:  # the block is stopped: recordings hold users' text
             with suppress(ValueError):  # no request was recorded
                 recorder_control.end(self.folder, target, STOP_SECONDS)
             raise
         recorder_control.end(self.folder, target, STOP_SECONDS)
+
+    def complete(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, at_once: int) -> Iterator[None]:
+        """Have the server complete prompts of token ids greedily; yields after each. Raises ServerError."""
+        model = self._answer("/v1/models")["data"][0]["id"]
+        body = {"model": model, "max_tokens": max_new_tokens, "temperature": 0}
+        with ThreadPoolExecutor(at_once) as pool:
+            asked = [
+                pool.submit(self._call, "/v1/completions", {**body, "prompt": list(ids)}, COMPLETION_SECONDS)
+                for ids in prompts
+            ]
+            try:
+                for one in as_completed(asked):
+                    one.result()
+                    yield
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def _wait_for(self, run: str, requests: int, end: float) -> None:
         while time.monotonic() < end:
@@ -133,9 +157,12 @@ class Served:
 
     def _call(self, path: str, body: dict[str, Any], seconds: float) -> Any:
         """The JSON that the server answers to a POST of `body`. Raises ServerError with its words."""
+        return self._answer(path, seconds, json.dumps(body).encode())
+
+    def _answer(self, path: str, seconds: float = ANSWER, data: bytes | None = None) -> Any:
         url = self.url + path
         try:
-            return json.loads(self.client.read(url, seconds, json.dumps(body).encode()) or b"null")
+            return json.loads(self.client.read(url, seconds, data) or b"null")
         except HTTPError as error:
             raise ServerError(self.client.hide(_words(error))) from None
         except (OSError, HTTPException) as error:

@@ -7,8 +7,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,26 @@ from serving import NEW_TOKENS, free_port
 
 from semmoe.engines.launch import command_line
 from semmoe.engines.sglang import launch
-from semmoe.engines.sglang.offline import Offline, running
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.plan import load_plan
 from semmoe.topology import Topology
 
 Out = TypeVar("Out")
+
+
+class Offline:
+    """A running engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def complete(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        """The new tokens of greedy completions."""
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling)
+        return [answer["output_ids"] for answer in answers]
+
+
 SECONDS = 600
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"])
@@ -84,19 +98,29 @@ def _run(pipe: Any, work: Callable[[Offline], Any], opened: Any, log: Path, vari
     pipe.send(answer)
 
 
+@contextmanager
 def _engine(
     model: str, topology: Topology, folder: Path, plan: str, options: tuple[str, ...], settings: dict[str, str]
-) -> AbstractContextManager[Offline]:
+) -> Iterator[Offline]:
     given = SglangSettings(plan=plan, control=str(folder), **settings)
     location, redundant = None, 0
     if plan:
         made = load_plan(plan)
         location, redundant = launch.write_location(made, Path(model), folder), made.placement.redundant_experts
     words = [*command_line(launch.arguments(topology, location, redundant, on_cpu=True)), *LIMITS, *options]
-    return running(model, words, launch.environment(given, topology, on_cpu=True))
+    os.environ.update(launch.environment(given, topology, on_cpu=True))
+    from sglang import Engine
+    from sglang.srt.server_args import prepare_server_args
+
+    words = ["--model-path", model, "--random-seed", "0", "--log-level", "warning", *words]
+    engine = Engine(server_args=prepare_server_args(words))
+    try:
+        yield Offline(engine)
+    finally:
+        engine.shutdown()
 
 
 def _complete(batches: list[list[list[int]]], engine: Offline) -> list[list[int]]:
-    tokens = [done.token_ids for batch in batches for done in engine.complete(batch, NEW_TOKENS)]
+    tokens = [done for batch in batches for done in engine.complete(batch, NEW_TOKENS)]
     time.sleep(2.5)  # counters are published once a second
     return tokens

@@ -61,10 +61,10 @@ def test_weights_that_are_loaded_again_are_those_that_answer(copied, other, prom
 
 def reload(given, other, running):
     """Answers at first and after each time that weights were loaded, and what a load that is refused returns."""
-    sglang, answers = running._engine, []
+    sglang, answers = running.engine, []
 
     def answer():
-        answers.append([completion.token_ids for completion in running.complete(given, NEW_TOKENS)])
+        answers.append(running.complete(given, NEW_TOKENS))
 
     answer()
     for folder in (str(MODEL), other):

@@ -32,7 +32,6 @@ from semmoe.engines.vllm.routing import RealRows, RoutedLayer, own_rows
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.engines.vllm.shuffle import layers_to_split, split_by_position
 from semmoe.engines.vllm.step import Slots, accepted, decodes, fed_tokens, read_step
-from semmoe.live.recorder.passes import Listener
 from semmoe.live.swap import NoSwapper, Swapper, decline
 from semmoe.runtime.copies import RankCopies
 from semmoe.runtime.traffic import TrafficCounter
@@ -144,18 +143,6 @@ class RankPlugin(Host):
         reason = why_unrecorded(self.shuffles, self._settings.shuffle, self._split, captures(runner) and not buffered)
         buffer = functools.partial(routing_buffer, runner, self._split)
         self._record(reason, num_layers, str(runner.model_config.model), buffer)
-
-    def listen(self, runner: Any, listener: Listener) -> None:
-        """Pass every pass of a runner on one rank to `listener`."""
-        check_eager(runner, "a model whose routing is recorded")
-        blocks = moe_blocks(runner.model)
-        if not blocks:
-            raise ValueError(f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
-        self._real = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device))
-        self._record_to(listener, len(blocks))
-        self._attach_routers(blocks, 0)
-        runner._model_forward = functools.partial(self._forward, type(runner)._model_forward, runner)
-        runner._sample = functools.partial(self._sample, type(runner)._sample, runner)
 
     def _attach_routers(self, blocks: dict[int, Any], source: int) -> None:
         """Hook the routers of all MoE layers; source: the rank whose copy choice is used."""

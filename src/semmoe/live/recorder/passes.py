@@ -1,26 +1,16 @@
 """Pass the routing of a rank's forward passes to the live recorder."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from semmoe.engines.step import Pass, Step
 from semmoe.live.recorder.memory import Rows
+from semmoe.live.recorder.recorder import LiveRecorder
 from semmoe.runtime import kernels
 
 UNSEEN = -1  # in place of experts that no hook has told
-
-
-class Listener(Protocol):
-    """The receiver of recorded rows: a `LiveRecorder`, or a profiler."""
-
-    def poll(self) -> bool: ...
-
-    def observe(self, requests: Sequence[str], rows: Rows) -> None: ...
-
-    def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None: ...
 
 
 class PassRecorder:
@@ -31,7 +21,7 @@ class PassRecorder:
     is not recorded.
     """
 
-    def __init__(self, recorder: Listener, num_layers: int, buffer: torch.Tensor | None = None) -> None:
+    def __init__(self, recorder: LiveRecorder, num_layers: int, buffer: torch.Tensor | None = None) -> None:
         self._recorder, self._num_layers, self._buffer = recorder, num_layers, buffer
         self._step: Step | None = None
         self.waiting: Step | None = None  # the pass that has ended and is not yet passed on by `tell`
