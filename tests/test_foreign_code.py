@@ -38,7 +38,7 @@ COMMANDS = {
     "apply": ["apply", "PLAN", "--model", "MODEL", "--out", "OUT"],
     "import": ["import", "MAP", "--model", "MODEL", "--out", "OUT", *TOPOLOGY],
     "solve": ["solve", "TRACE", "--model", "MODEL", "--out", "OUT", *TOPOLOGY],
-    "doctor": ["doctor", "--plan", "PLAN", "--model", "MODEL"],
+    "doctor": ["doctor", "--model", "MODEL"],
     "serve": ["serve", "MODEL", "--plan", "PLAN"],
     "picker": ["picker", "127.0.0.1:1", "--plan", "PLAN", "--tokenizer", "MODEL"],
 }

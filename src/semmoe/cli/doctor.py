@@ -1,4 +1,4 @@
-"""The command doctor: check versions, hooks and a plan."""
+"""The command doctor: check versions and hooks."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 
 from semmoe.cli import options
 from semmoe.cli.app import TOOLS, command
-from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, supported, versions
+from semmoe.engines.doctor import ENGINES, EngineState, examine, supported, versions
 from semmoe.io import console
 from semmoe.io.bounds import choice
 
@@ -22,36 +22,28 @@ class Engine:
 def doctor(
     *,
     given: Engine,
-    plan: Annotated[Path | None, options.inputs("Show and check this plan.")] = None,
-    model: Annotated[
-        str | None,
-        options.model("The model that the plan is to run on; without a plan, show what is supported of it."),
-    ] = None,
+    model: Annotated[str | None, options.model("Show what is served of this model on a plan.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what is installed, whether semmoe's hooks fit it, and what a plan expects.
+    """Show what is installed, whether semmoe's hooks fit it, and what engines serve of a model.
 
-    Engines are imported, never started. The exit code is 1 if a hook does not resolve or the plan does not fit
-    the model.
+    Engines are imported, never started. The exit code is 1 if a hook does not resolve. Whether a plan fits a model and
+    an engine's options, `semmoe serve --dry-run` says.
 
-    Examples: `semmoe doctor`, `semmoe doctor --model MODEL` and
-    `semmoe doctor --engine sglang --plan plan --model MODEL`
+    Examples: `semmoe doctor` and `semmoe doctor --engine sglang --model MODEL`
     """
     found = versions()
     chosen = ENGINES if given.engine is None else (given.engine,)
-    wanted = examine_plan(plan, model, chosen) if plan else None
-    uses = supported(Path(model), chosen) if model and not plan else []
+    uses = supported(Path(model), chosen) if model else []
     engines = [examine(name, found[name], needed=given.engine is not None) for name in chosen]
-    problems = [text for state in engines for text in state.problems] + (wanted.problems if wanted else [])
+    problems = [text for state in engines for text in state.problems]
     if as_json:
-        states = {"engines": list(map(asdict, engines)), "plan": asdict(wanted) if wanted else None, "supported": uses}
+        states = {"engines": list(map(asdict, engines)), "supported": uses}
         console.print_json({"versions": found, **states, "problems": problems})
     else:
         console.print_table("Installed", ["package", "version"], [[k, v or "not installed"] for k, v in found.items()])
         for state in engines:
             _print_engine(state)
-        if wanted:
-            _print_plan(wanted)
         if uses:
             _say(f"{model}, by its configuration:")
             for use in uses:
@@ -71,24 +63,6 @@ def _print_engine(state: EngineState) -> None:
         _say(f"    tried on {state.tried}, this is another version: compare its outputs with vanilla's first")
     for hook in state.hooks:
         _say(f"    FAIL  {hook.problem}" if hook.problem else f"    ok    {hook.target}: {hook.purpose}")
-
-
-def _print_plan(state: PlanState) -> None:
-    f, topology = state.fingerprint, ", ".join(f"{name} {value}" for name, value in state.topology.items())
-    _say(f"{state.plan}: method {state.method}; {topology}; {state.redundant_experts} redundant experts")
-    _say(
-        f"    made for {f['model']}: {f['num_layers']} MoE layers, {f['num_experts']} experts, top-{f['top_k']}, "
-        f"{f['vocab_size']} token ids; architecture {f['architecture_hash'][:12]}, "
-        f"tokenizer {f['tokenizer_hash'][:12]}"
-    )
-    for engine, flags in state.launch.items():
-        _say(f"    {engine}: {flags}")
-    _say(f"    compared with the model: {state.checked}")
-    for engine, texts in state.cautions.items():
-        for text in texts:
-            _say(f"    {engine}: {text}")
-    for text in state.problems:
-        _say(f"    FAIL  {text}")
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Facts for `semmoe doctor`: what is installed, whether adaptors fit it, and what a plan expects."""
+"""Facts for `semmoe doctor`: what is installed, whether adaptors fit it, and what they serve of a model."""
 
 import contextlib
 import importlib
@@ -7,23 +7,14 @@ import importlib.util
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from semmoe.checkpoint.directory import EXPERT_FIELDS, config_count, read_config
-from semmoe.core import Plan
 from semmoe.engines import support
 from semmoe.engines.hooks import is_tried, problem
 
-# By engine: the command that starts it on a plan, or why there is none.
-LAUNCH = {
-    "sglang": "semmoe serve {model} --engine sglang --plan {plan}",
-    "vllm": "semmoe serve {model} --engine vllm --plan {plan}",
-    "deepspeed": "no flags: config_for and apply_plan of semmoe.engines.deepspeed, in your own script",
-    "transformers": "semmoe generate {model} --plan {plan}",
-}
-ENGINES = tuple(LAUNCH)
+ENGINES = ("sglang", "vllm", "deepspeed", "transformers")
 PACKAGES = ("semmoe", "torch", "transformers", "triton", "sglang", "vllm", "deepspeed")
 
 
@@ -43,21 +34,6 @@ class EngineState:
     hooks: list[HookState] = field(default_factory=list)
     note: str = ""
     tried: str = ""  # the version that the adaptor was tested with, if it is not the installed one
-    problems: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanState:
-    """A plan: what it was made for, the flags that start each engine on it, and why it does not fit a model."""
-
-    plan: str
-    method: str
-    topology: dict[str, Any]
-    redundant_experts: int
-    fingerprint: dict[str, Any]
-    launch: dict[str, str]
-    checked: str  # which properties of the model were compared
-    cautions: dict[str, list[str]]  # by engine: why it would be refused there, or what was never run
     problems: list[str] = field(default_factory=list)
 
 
@@ -101,28 +77,6 @@ def _stand_in_for_missing_device(engine: str) -> None:
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 
-def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> PlanState:
-    """Read a plan, list how to start `engines` on it, and compare it with `model`."""
-    from semmoe.plan import load_plan
-
-    plan = load_plan(path)
-    checked, misfit = ("nothing: give --model", []) if model is None else _misfit(plan, model)
-    said = {engine: _supported(engine, plan, model) for engine in engines}
-    # a refusal is a problem only for an engine that the user named
-    refused = said[engines[0]][0] if len(engines) == 1 else []
-    return PlanState(
-        plan=str(path),
-        method=plan.method,
-        topology=asdict(plan.topology),
-        checked=checked,
-        cautions={engine: refusals + cautions for engine, (refusals, cautions) in said.items()},
-        redundant_experts=plan.placement.redundant_experts,
-        fingerprint=asdict(plan.fingerprint),
-        launch={engine: LAUNCH[engine].format(model=model or "MODEL", plan=path) for engine in engines},
-        problems=misfit + refused,
-    )
-
-
 def supported(model: Path, engines: tuple[str, ...]) -> list[dict[str, str]]:
     """The rows of the table of supported features that a model directory's configuration is about; no weights."""
     config = read_config(model)
@@ -144,7 +98,7 @@ def _instead(model: Path) -> str:
     from semmoe.checkpoint.relabel import check_relabels
 
     try:
-        if _has_transformers():
+        if importlib.util.find_spec("transformers") is not None:
             from semmoe.engines.transformers.config import fingerprint_of
 
             experts = fingerprint_of(str(model)).num_experts
@@ -154,37 +108,3 @@ def _instead(model: Path) -> str:
     except (ValueError, OSError) as error:
         return f"`semmoe apply` cannot relabel it either: {error}"
     return support.INSTEAD
-
-
-def _has_transformers() -> bool:
-    return all(importlib.util.find_spec(package) is not None for package in ("transformers", "torch"))
-
-
-def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], list[str]]:
-    """Refusals and cautions of the table of supported features for an engine without options of its own."""
-    if model is None or engine == "deepspeed":
-        return [], []
-    config = read_config(Path(model))
-    if engine == "transformers":
-        return support.embedded_problems(config, plan.topology), []
-    use = support.use_of(engine, config, plan)
-    return [_remedied(text, Path(model)) for text in support.problems(use)], support.cautions(use)
-
-
-def _misfit(plan: Plan, model: str) -> tuple[str, list[str]]:
-    """Return which properties were compared, and how the model differs from the plan's."""
-    checked = "nothing"
-    try:
-        if _has_transformers():
-            from semmoe.engines.transformers.config import fingerprint_of
-
-            checked = "sizes, architecture and vocabulary"
-            plan.check(fingerprint_of(model))
-        else:
-            from semmoe.checkpoint.relabel import check_config
-
-            checked = "sizes in config.json alone, since transformers is not installed"
-            check_config(plan, read_config(Path(model)), Path(model))
-    except Exception as error:  # a model directory from elsewhere can make transformers raise almost anything
-        return checked, [" ".join(str(error).split())]
-    return checked, []
