@@ -8,9 +8,10 @@ PAGE = Path(__file__).with_name("support.md")
 TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
 HEAD = """# What runs where
 
-`semmoe doctor --engine ENGINE --model MODEL` and `semmoe serve` decide by this table before anything loads, from
-the model's configuration and the engine's own options alone. What it does not know is refused. *Works, by a test* names
-the test; *works by reading, not run* is what the engine's source says and nobody has run, of which `semmoe serve` warns; *refused* gives the line that it is refused with. A test of quantised weights compares what every slot holds once
+`semmoe doctor --engine ENGINE --model MODEL` and `semmoe serve` decide by this table before anything loads, from the
+model's configuration and the engine's own options alone. What it does not know is refused. *Works, by a test* names the
+test; *works by reading, not run* is what the engine's source says and nobody has run, of which `semmoe serve` warns;
+*refused* gives the line that it is refused with. A test of quantised weights compares what every slot holds once
 loaded, scales and zeros included, with what the engine loads without a plan: no CPU computes these weights.
 
 `make test-families` ran last, and passed, on 2026-11-26 on SGLang and on 2026-11-23 on vLLM, on the versions below:
