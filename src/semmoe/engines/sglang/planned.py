@@ -38,7 +38,7 @@ class PlannedRank(OnPlan, RankPlugin):
         self._copies = ChosenCopies()
 
     def hooks(self) -> list[Replacement]:
-        hooks = [
+        hooks: list[Replacement] = [
             *super().hooks(),
             (targets.NEW_WEIGHTS, placed_only),
             (targets.EXPERT_SIZES, expert_sizes),
