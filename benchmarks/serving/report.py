@@ -47,8 +47,9 @@ def _head(records: Records) -> Iterator[str]:
         yield "\n**Measured with --busy: other processes may have taken the cores. No figure here counts.**"
     yield (
         "\nOver vanilla's: median of ratios in the same round [interval of "
-        f"{CONFIDENCE:.0%}]. A claim stands where the interval lies outside of the placebos'. Share: of the time of "
-        "forward passes, in the all-to-all, waits for slower ranks included. Times in ms."
+        f"{CONFIDENCE:.0%}]. A claim stands where the interval lies outside of the placebos'. Share: of the ranks' "
+        "time, in the all-to-all, waits for slower ranks included (of runs before 2026-11-30: of forward passes). "
+        "Times in ms."
     )
     for links in records.links.values():
         pairs = ", ".join(
