@@ -188,7 +188,7 @@ def test_a_namer_counts_unknown_ids_once_and_keeps_running_requests_when_the_pla
 def test_sglang_s_loads_are_read_at_most_once_in_a_while_and_count_once(monkeypatch):
     clock, read = Clock(), []
     monkeypatch.setattr(sglang_requests.time, "monotonic", clock)
-    hook = sglang_requests.RequestHook(plan(request_map()), Counters("front"))
+    hook = sglang_requests.RequestHook(plan(request_map()), None, Counters("front"))
     monkeypatch.setattr(hook._ages, "ended", lambda *report: read.append(report) or [])
     load = SimpleNamespace(dp_rank=1, timestamp=5.0, num_running_reqs=2, num_waiting_reqs=3)
     controller = SimpleNamespace(load_snapshot_reader=SimpleNamespace(read_all=lambda: [load]))

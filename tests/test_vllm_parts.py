@@ -12,7 +12,7 @@ from semmoe.core import Placement, Plan
 from semmoe.engines.hooks import Hook, check
 from semmoe.engines.launch import Asked, join
 from semmoe.engines.settings import from_environment
-from semmoe.engines.step import SlotWatch
+from semmoe.engines.step import Pass, SlotWatch
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.placement import PlacedExperts, layer_index, refuse_reload, unpacked
 from semmoe.engines.vllm.registry import around
@@ -159,9 +159,9 @@ def test_rejected_drafts_do_not_stand():
     sampled = np.array([[6, 3, -1, -1], [-1, -1, -1, -1], [9, -1, -1, -1]])
     assert accepted(step, [3, 0, 0], sampled).tolist() == [True, True, False, False, True, True, True]
     seen, passes = [], PassRecorder(SimpleNamespace(poll=lambda: True, observe=lambda *call: seen.append(call)), 1)
-    passes.begin(lambda: step)
+    passes.begin(Pass(lambda: step, decodes=False))
     passes.put(0, torch.arange(14).reshape(7, 2))
-    passes.close()
+    passes.end()
     assert not passes.recording
     passes.tell(accepted(step, [3, 0, 0], sampled))
     passes.tell(slice(None))  # a pass is told once
@@ -184,12 +184,16 @@ def test_a_replayed_graph_tells_the_routing_of_its_own_pass():
     given = torch.arange(6).reshape(3, 2)
     passes.put(0, given)
     for start in (10, 20):
-        passes.begin(lambda: read_step(runner([5, 1], [7, 0], [1, 1], [6, 1], ["b", "c"]), Slots(), 2))
+        both = runner([5, 1], [7, 0], [1, 1], [6, 1], ["b", "c"])
+        passes.begin(Pass(lambda: read_step(both, Slots(), 2), decodes=True))
         told[:3, 0] = given + start  # a replay
         passes.end()
+        passes.tell(slice(None))
     assert [routed[:, 0].tolist() for routed in seen] == [[[10, 11], [12, 13]], [[20, 21], [22, 23]]]
-    passes.begin(lambda: read_step(runner(range(5), range(5), [5], [9], ["d"]), Slots(), 5))
+    prompt = runner(range(5), range(5), [5], [9], ["d"])
+    passes.begin(Pass(lambda: read_step(prompt, Slots(), 5), decodes=False))
     passes.end()
+    passes.tell(slice(None))
     assert len(seen) == 2  # five tokens do not fit in the buffer
 
 

@@ -8,7 +8,7 @@ def register() -> None:
     import torch
     import torch.distributed as dist
 
-    from semmoe.engines.sglang import rank
+    from semmoe.engines.sglang import planned
     from semmoe.runtime.fused import PeerBuffers
 
     class MappedBuffers(PeerBuffers):
@@ -24,4 +24,4 @@ def register() -> None:
         def barrier(self) -> None:
             dist.barrier(self._group)
 
-    rank.peer_buffers = lambda plan, runner, comm: MappedBuffers(comm)
+    planned.peer_buffers = lambda plan, runner, comm: MappedBuffers(comm)
