@@ -52,26 +52,14 @@ class Replayed:
     load_limit: float | None = None  # on max / mean expert load, which the plan was solved for
 
 
-def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
-    """Replayed figures of a plan, layer by layer: from requests held out while solving, else from a replay's file."""
-    expected, limit = entry.expected, _load_limit(entry)
-    if expected is not None and expected.layers:
-        source = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
-        return Replayed(expected, _vanilla(expected.others, entry.plan.method), source, limit)
-    topology, method = entry.plan.topology, entry.plan.method
-    for path, replay in inputs.replays:
-        same = all(replay.settings.get(key) == getattr(topology, key) for key in ("ep_size", "dp_size"))
-        own = replay.methods.get(method)
-        if same and own is not None and own.layers:
-            seen = ", partly on requests that it was solved on" if replay.settings.get("profiled") else ""
-            source = f"method {words.name(method)} in {words.name(path)}{seen}"
-            return Replayed(own, _vanilla(replay.methods, method), source, limit)
-    return None
-
-
-def _vanilla(figures: dict[str, Figures], method: str) -> Figures | None:
-    """The figures of contiguous placement beside those of `method`, unless it is that method."""
-    return figures.get("linear") if method != "linear" else None
+def replayed_of(entry: PlanFile) -> Replayed | None:
+    """The figures of a plan on requests that were held out while it was solved, layer by layer, if it has them."""
+    expected = entry.expected
+    if expected is None or not expected.layers:
+        return None
+    source = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
+    vanilla = expected.others.get("linear")  # none beside a plan of that method
+    return Replayed(expected, vanilla, source, _load_limit(entry))
 
 
 def _load_limit(entry: PlanFile) -> float | None:
@@ -184,39 +172,3 @@ def _number(column: words.Column, plan: Sided, vanilla: Sided | None, note: str 
     if value is not None and other is not None:
         compared = f"vanilla {write(other)}" + (f" (× {value / other:.2f})" if other > 0 else "")
     return Number(title, write(value), "; ".join(filter(None, [compared, note])))
-
-
-def lead(inputs: Inputs, pairs: list[Pair | None]) -> list[str]:
-    """The first sentences of the page: what is predicted and, if anything was measured, what was measured."""
-    known = [(plan, pair) for plan, pair in zip(inputs.plans, pairs, strict=True) if pair is not None]
-    measured = [_lead_measured(known, one=len(inputs.plans) == 1)] if known else []
-    return [_lead_predicted(inputs), *measured]
-
-
-def _lead_predicted(inputs: Inputs) -> str:
-    names: dict[tuple[str, str], list[str]] = {}  # of the plans, by what is predicted of them and on which links
-    for plan in inputs.plans:
-        expected = plan.expected
-        if expected is not None and expected.verdict is not None and expected.links is not None:
-            worth = "worth it" if expected.verdict.worth_it else "not worth it"
-            names.setdefault((worth, words.name(expected.links.name)), []).append(_short(plan))
-    if not names:
-        return "Whether this is worth it was not predicted."
-    parts = []
-    for (worth, links), own in names.items():
-        which = "" if len(own) == len(inputs.plans) else f" for {words.listed(own)}"
-        parts.append(f"{worth}{which} on {links}")
-    return f"Predicted: {'; '.join(parts)}."
-
-
-def _lead_measured(known: list[tuple[PlanFile, Pair]], one: bool) -> str:
-    saved = [words.fewer(pair.saved) + ("" if one else f" ({_short(plan)})") for plan, pair in known]
-    identical = [pair.plan.identical for _, pair in known]
-    outputs = "outputs not all verified" if None in identical else "outputs identical"
-    if False in identical:
-        outputs = "OUTPUTS DIFFER"
-    return f"Measured: {words.listed(saved)} all-to-all bytes than vanilla, {outputs}."
-
-
-def _short(plan: PlanFile) -> str:
-    return words.attention(plan.plan.topology).removeprefix("Attention ")
