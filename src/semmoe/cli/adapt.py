@@ -20,7 +20,6 @@ LOG = "adapt.jsonl"
 @command(SERVING)
 def adapt(
     *,
-    plan: Annotated[Path, options.inputs("The plan that it serves on.")],
     server: options.ServerOptions,
     settings: AdaptSettings,
     dry_run: Annotated[bool, options.output("Record, solve and decide, but swap nothing.")] = False,
@@ -33,32 +32,21 @@ def adapt(
     is measured; if it is not there, the old plan comes back. Every decision is a line of JSON in the control folder
     (adapt.jsonl). Recordings hold users' text, are readable by you only, and are removed once a plan is solved.
 
-    Examples: `semmoe adapt http://127.0.0.1:30000 --plan plan` and
-    `semmoe adapt http://127.0.0.1:30000 --plan plan --dry-run --json`
+    Examples: `semmoe adapt http://127.0.0.1:30000` and `semmoe adapt http://127.0.0.1:30000 --dry-run --json`
     """
     from semmoe.live.adapt import Adapter
     from semmoe.live.client import Served
     from semmoe.live.solving import solve_aside
-    from semmoe.plan import load_plan
+    from semmoe.live.status import serving
 
     url, folder, client = server.find()
-    loaded = load_plan(plan)
-    _check_serves(plan, loaded, folder)
+    check_folder(folder)
+    plan = serving(folder)
     report = _reporter(folder / LOG, decisions(metrics_port), as_json)
-    loop = Adapter(Served(url, folder, client), loaded, settings, folder, solve_aside, report, dry_run)
+    loop = Adapter(Served(url, folder, client), plan, settings, folder, solve_aside, report, dry_run)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else a recording that is on would stay on
     while True:
         loop.turn()
-
-
-def _check_serves(path: Path, plan: Any, folder: Path) -> None:
-    """Raise ValueError if the server runs on another plan, or on none."""
-    from semmoe.live.status import plan_name, plan_number, read_status
-
-    check_folder(folder)
-    serves = read_status(folder).plan
-    if serves != plan_number(plan):
-        raise ValueError(f"{path} is plan {plan_name(plan_number(plan))}, and the server runs on {plan_name(serves)}")
 
 
 def decisions(port: int) -> Any:
