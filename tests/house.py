@@ -29,7 +29,7 @@ ROOMS = {
     "requests": 716,
     "placement": 2710,
     "paper": 575,
-    "costs": 818,
+    "costs": 701,
     "evaluation": 688,
     "runtime": 2316,
     "checkpoint": 1294,

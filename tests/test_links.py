@@ -11,7 +11,7 @@ import pytest
 
 from semmoe.costs import timing
 from semmoe.costs.links import Links, load_links
-from semmoe.costs.payoff import MODELS, uniform_rows
+from lab.payoff import MODELS, uniform_rows
 from semmoe.topology import Topology
 
 POINTS = json.loads(Path(__file__).with_name("deepep.json").read_text())["points"]

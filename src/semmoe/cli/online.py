@@ -193,7 +193,7 @@ def demo(
     as_json: options.Json = False,
     settings: DemoSettings,
 ) -> None:
-    """Run all steps on the embedded model: profile, solve, generate in five ways, and where a plan pays.
+    """Run all steps on the embedded model: profile, solve and generate in five ways.
 
     It takes about two minutes. The prompts are texts of the standard library that the model never saw. The page is
     semmoe-demo/report.html, or DIR/report.html with --out DIR.
@@ -223,7 +223,6 @@ def _show_demo(result: dict[str, Any]) -> None:
         f"{result['prompts']} held-out prompts, {ranks} processes", *tables.generated(rows, with_speed=False)
     )
     tables.print_gain(rows)
-    tables.print_payoffs(result["payoffs"], ranks)
 
 
 def _demo_report(work: Path, folder: Path) -> Path | None:
