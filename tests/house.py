@@ -34,10 +34,10 @@ ROOMS = {
     "runtime": 2316,
     "checkpoint": 1294,
     "engines": 6940,
-    "live": 2047,
+    "live": 2002,
     "gateway": 349,
-    "report": 749,
-    "cli": 2762,
+    "report": 664,
+    "cli": 2528,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.
