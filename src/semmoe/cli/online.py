@@ -139,9 +139,8 @@ def generate(
     tokenizer = load_tokenizer(model)
     texts = given.prompt or []
     prompts, counts = _encode_given(texts, tokenizer) if texts else _prompts(model, tokenizer, given.dataset, given)
-    plain = partial(_plain_model, model) if verify else None
     with console.bars() as bars:
-        [(outputs, figures)] = generate_compared(model, prompts, [configuration], settings, bars, plain)
+        [(outputs, figures)] = generate_compared(model, prompts, [configuration], settings, bars, verify)
     row = figures | {"plan_hash": plan_digest(plan) if plan else None, **counts}
     completions = tokenizer.batch_decode(outputs)
     result = checked(GenerateFile, {**row, "completions": completions})
@@ -171,12 +170,6 @@ def _configuration(model: str, path: Path | None, given: options.GivenTopology, 
     way = "on the plan" if path else "vanilla" if ways.exchange == "all-to-all" else ways.exchange
     name = f"attention-{topology.attention.upper()}, {way}"
     return Configuration(name=name, plan=plan, exchange=ways.exchange)
-
-
-def _plain_model(model: str) -> Any:
-    from semmoe.engines.transformers.model import load_model
-
-    return load_model(model)
 
 
 def _encode_given(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], dict[str, Any]]:
