@@ -37,7 +37,7 @@ ROOMS = {
     "live": 2002,
     "gateway": 349,
     "report": 664,
-    "cli": 2519,
+    "cli": 2518,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.
