@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
+from lab.payoff import MODELS, uniform_rows
 from semmoe.costs import timing
 from semmoe.costs.links import Experts, Links, Tier
-from lab.payoff import MODELS, uniform_rows
 from semmoe.topology import Topology
 
 MODEL = next(model for model in MODELS if model.name == "DeepSeek-V3")

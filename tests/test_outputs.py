@@ -193,7 +193,13 @@ def test_an_output_is_no_input(words, out, inputs):
 
 @pytest.mark.parametrize(
     ("name", "out"),
-    [("t.npz", "t.npz"), ("t-link.npz", "t.npz"), ("t-hard.npz", "t.npz"), ("trace", "trace/a.json"), ("plan", "plan/plan.json")],
+    [
+        ("t.npz", "t.npz"),
+        ("t-link.npz", "t.npz"),
+        ("t-hard.npz", "t.npz"),
+        ("trace", "trace/a.json"),
+        ("plan", "plan/plan.json"),
+    ],
 )
 def test_a_file_to_be_written_is_no_input(name, out, inputs):
     with pytest.raises(ValueError, match="input of this command"):

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from lab.payoff import BATCHES, LINKS, MODELS, Measured, measured, payoff, payoffs, table
 from semmoe.costs import timing
 from semmoe.costs.metrics import uniform_remote_ranks
-from lab.payoff import BATCHES, LINKS, MODELS, Measured, measured, payoff, payoffs, table
 from semmoe.topology import Topology
 
 QWEN, _, DEEPSEEK = MODELS

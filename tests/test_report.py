@@ -104,7 +104,14 @@ def replayed_side(lar, predicted=None, **changes):
     """A plan's or vanilla's figures, of a layer for each local activation rate."""
     predicted = predicted or [None] * len(lar)
     layers = [
-        {"layer": i, "lar": one, "predicted_lar": guess, "remote_ranks_per_token": 1, "load_max_over_mean": 1, **changes}
+        {
+            "layer": i,
+            "lar": one,
+            "predicted_lar": guess,
+            "remote_ranks_per_token": 1,
+            "load_max_over_mean": 1,
+            **changes,
+        }
         for i, (one, guess) in enumerate(zip(lar, predicted, strict=True))
     ]
     return Figures(lar=0, remote_ranks_per_token=0, load_max_over_mean=1, layers=layers)
