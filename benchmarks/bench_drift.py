@@ -121,7 +121,7 @@ def adapting(server: Server, plan: Path, a: argparse.Namespace, asked: bool) -> 
     if not asked:
         yield
         return
-    words = [*COMMAND, "adapt", server.url, "--plan", str(plan)]
+    words = [*COMMAND, "adapt", server.url]
     words += ["--control", str(server.folder), *drift.ADAPT, "--schedule", str(a.schedule), "--json"]
     words += ["--links", str(links_file(plan.parent))]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -4,8 +4,9 @@
 
 Forward passes of 64 decode tokens of 64 requests, and of 2,048 prefill tokens of 8 requests; every request of 512
 tokens is finished and written. Prints configuration, bounds, a table and one JSON line. `observe` is the time of that
-call; `in all` adds polling, splitting rows by request and writing shards. `hooks` are what runs inside a pass at every
-layer: on the host, or to the buffer that captured passes need, where they run whether routing is recorded or not.
+call; `in all` adds reading the control file, splitting rows by request and writing shards. `hooks` are what runs inside
+a pass at every layer: on the host, or to the buffer that captured passes need, where they run whether routing is
+recorded or not.
 """
 
 import argparse
@@ -55,9 +56,11 @@ def measure(kind: str, f: Fingerprint, tokens: int, **options: object) -> dict[s
     experts, ids = experts.astype(np.int32), rng.integers(0, f.vocab_size, 2048)
     observe, slowest, count = 0.0, 0.0, 0
     with tempfile.TemporaryDirectory() as folder:
-        recorder = LiveRecorder(Path(folder) / "control", f, 0, watch=False)
+        recorder = LiveRecorder(Path(folder) / "control", f, 0)
         open_folder(recorder.folder)
         write_control(recorder.folder, Control(run="bench", recording=True, **options))
+        while not recorder.poll():
+            time.sleep(0.01)
         for (names, rows, positions), ended in {"decode": decode, "prefill": prefill}[kind](tokens):
             begin = time.perf_counter()
             if recorder.poll():

@@ -1,6 +1,5 @@
 """semmoe record start, status, stop, on a folder that recorders use as a server's ranks would."""
 
-import itertools
 import json
 import os
 import stat
@@ -13,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from synthetic import make_fingerprint
+from test_live_recorder import Looking, _soon  # noqa: F401  a fixture
 from typer.testing import CliRunner
 
 from semmoe.cli import app
@@ -21,7 +21,6 @@ from semmoe.engines.private import open_folder
 from semmoe.live.recorder import control
 from semmoe.live.recorder.files import Status, read_control, refuse, write_status
 from semmoe.live.recorder.memory import Rows
-from semmoe.live.recorder.recorder import LiveRecorder
 from semmoe.traces.trace import open_trace
 
 F = make_fingerprint(vocab_size=50, num_layers=2, num_experts=8, top_k=2)
@@ -52,7 +51,7 @@ def folder(tmp_path):
 
 
 def server(folder, ranks=2):
-    return [LiveRecorder(folder, F, rank, clock=itertools.count().__next__, watch=False) for rank in range(ranks)]
+    return [Looking(folder, F, rank, watch=False) for rank in range(ranks)]
 
 
 def serve(recorders, requests=20, twins=0):
@@ -251,10 +250,7 @@ def test_mistakes_end_in_one_line(folder, tmp_path):
 
 def test_ranks_of_different_models_are_not_merged(folder, tmp_path):
     fingerprints = [F, replace(F, tokenizer_hash="other")]
-    recorders = [
-        LiveRecorder(folder, f, rank, clock=itertools.count().__next__, watch=False)
-        for rank, f in enumerate(fingerprints)
-    ]
+    recorders = [Looking(folder, f, rank, watch=False) for rank, f in enumerate(fingerprints)]
     run("start", folder)
     serve(recorders, 2)
     with Polled(recorders):

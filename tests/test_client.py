@@ -160,8 +160,8 @@ def look_and_stop(loop):
 @pytest.mark.parametrize("command", ["watch", "swap", "adapt"])
 def test_every_command_sends_the_headers_and_the_key(command, gateway, folder, monkeypatch):  # noqa: F811
     server = gateway(metrics(PAGE), key=SECRET)
-    words = [command, server.url, "--plan", folder / ("new" if command == "swap" else "old")]
-    words += ["--control", folder / "control"]
+    words = [command, server.url, "--control", folder / "control"]
+    words += ["--plan", folder / "new"] if command == "swap" else []
     if command == "watch":
         words = [command, server.url, "--once", "--window", "0.1", "--every", "0.1"]
     assert "gives no metrics: 401 Unauthorized" in refused(*words)
@@ -185,7 +185,7 @@ def test_every_command_sends_the_headers_and_the_key(command, gateway, folder, m
 )  # fmt: skip
 def test_a_header_that_cannot_be_sent_is_refused_before_any_request(header, gateway, folder):  # noqa: F811
     server = gateway(metrics(PAGE))
-    for words in (["watch"], ["swap", "--plan", folder / "new"], ["adapt", "--plan", folder / "old"]):
+    for words in (["watch"], ["swap", "--plan", folder / "new"], ["adapt", "--control", folder / "control"]):
         assert "header" in refused(*words, server.url, "--header", header)
     assert server.requests == []
 

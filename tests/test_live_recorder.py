@@ -7,6 +7,7 @@ import resource
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,23 @@ F = make_fingerprint(vocab_size=100, num_layers=3, num_experts=8, top_k=2)
 RUNS = itertools.count()
 
 
+class Looking(LiveRecorder):
+    """Looks at the control file with every pass; others have a thread for that."""
+
+    def poll(self) -> bool:
+        self.look()
+        return super().poll()
+
+
 def recorder(folder: Path, rank: int = 0, fingerprint=F) -> LiveRecorder:
-    """Its clock goes on by a second with every look, so that each is due."""
-    return LiveRecorder(folder / "control", fingerprint, rank, clock=itertools.count().__next__, watch=False)
+    return Looking(folder / "control", fingerprint, rank, watch=False)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    """Few looks between writes."""
+    monkeypatch.setattr(recorder_module, "STATUS_LOOKS", 1)
+    monkeypatch.setattr(recorder_module, "SAVE_LOOKS", 5)
 
 
 def start(folder: Path, **options) -> Control:
@@ -130,39 +145,28 @@ def test_it_starts_and_stops_as_the_control_file_says(tmp_path):
     assert requests_of(traced(tmp_path, second)) == [([4], [4], [PREFILL])]
 
 
-def test_the_control_file_is_looked_at_five_times_a_second(tmp_path):
-    now = [0.0]
-    live = LiveRecorder(tmp_path / "control", F, 0, clock=lambda: now[0], watch=False)
-    assert not live.poll()
-    start(tmp_path)
-    now[0] = 0.19
-    assert not live.poll()
-    now[0] = 0.21
-    assert live.poll()
-    live.close()
-    assert not live.poll()
-
-
-def test_requests_that_ended_are_written_every_five_seconds(tmp_path):
-    now, control = [0.0], start(tmp_path)
-    live = LiveRecorder(tmp_path / "control", F, 0, clock=lambda: now[0], watch=False)
-    written = []
-    for now[0] in (0.0, 4.5, 5.5, 10.0, 11.0):
-        run(live, (f"request-{now[0]}", 0, [1]))
+def test_requests_that_ended_are_written_at_every_fifth_look(tmp_path):
+    control, live, written = start(tmp_path), recorder(tmp_path), []
+    for i in range(11):
+        run(live, (f"request-{i}", 0, [1]))
         written.append(len(shard_paths(rank_folder(tmp_path / "control", control.run, 0))))
-        live.finish(f"request-{now[0]}", [1])
-    assert written == [0, 0, 1, 1, 2]
+        live.finish(f"request-{i}", [1])
+    assert written == [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2]
     live.close()
 
 
-def test_a_server_without_traffic_stops_when_it_is_told(tmp_path):
-    control = start(tmp_path)
+def test_a_thread_sees_the_control_file_without_traffic(tmp_path):
     live = LiveRecorder(tmp_path / "control", F, 0)
-    assert live.poll()
+    assert not live.poll()
+    control = start(tmp_path)
+    eventually(live.poll, 20, 0.05)
     stop(tmp_path, control)
-    said = status_path(tmp_path / "control", 0)
-    eventually(lambda: read_status(said).state == "stopped", 20, 0.05)
+    eventually(lambda: read_status(status_path(tmp_path / "control", 0)).state == "stopped", 20, 0.05)
     assert not live.recording
+    live.close()
+    start(tmp_path)
+    time.sleep(2 * recorder_module.LOOK_SECONDS)
+    assert not live.poll()
 
 
 @given(st.integers(0, 9999))

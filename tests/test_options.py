@@ -31,7 +31,7 @@ WORDS: dict[str, list[str]] = {
     "serve": ["tiny", "--dry-run", "--control", "{tmp}/control"],
     "watch": ["http://127.0.0.1:9"],
     "swap": ["http://127.0.0.1:9", "--plan", "{tmp}/absent"],
-    "adapt": ["http://127.0.0.1:9", "--plan", "{tmp}/absent"],
+    "adapt": ["http://127.0.0.1:9", "--control", "{tmp}/absent"],
     "record start": ["{tmp}/absent"],
     "record stop": ["{tmp}/absent"],
 }

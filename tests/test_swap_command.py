@@ -69,8 +69,8 @@ def test_a_plan_is_staged_for_the_ranks_of_a_node(folder):
         (("swap", "ftp://x", "--plan", "new", "--control", "control"), "is not the address of a server"),
         (("swap", NOWHERE, "--plan", "none", "--control", "control"), "there is no plan at"),
         (("swap", NOWHERE, "--plan", "new", "--control", "nowhere"), "there is no folder"),
-        (("adapt", NOWHERE, "--plan", "new", "--control", "control"), "and the server runs on"),
-        (("adapt", NOWHERE, "--plan", "old", "--control", "control"), "gives no metrics"),
+        (("adapt", NOWHERE, "--control", "nowhere"), "there is no folder"),
+        (("adapt", NOWHERE, "--control", "control"), "gives no metrics"),
     ],
 )
 def test_mistakes_end_in_a_line(words, line, folder, monkeypatch):
@@ -79,6 +79,14 @@ def test_mistakes_end_in_a_line(words, line, folder, monkeypatch):
     assert code == 2
     assert line in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_a_server_without_a_plan_is_not_adapted(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    reason = "this server runs without a plan: start it on one"
+    write_status(folder / "control", SwapStatus(rank=0, plan=0, state="refused", reason=reason))
+    code, _, err = run("adapt", NOWHERE, "--control", "control")
+    assert (code, reason in err) == (2, True)
 
 
 def test_a_status_that_others_can_write_is_not_trusted(folder):

@@ -1,9 +1,8 @@
-"""The main line on the embedded default: profile, solve, generate in five set-ups; where a plan pays; one page."""
+"""The main line on the embedded default: profile, solve, generate in five configurations, and one page."""
 
 import json
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -63,14 +62,13 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars) -> dict[str, An
     trace = record(model, str(MODEL), profile_ids, work / "trace", advance)
     configurations, digests = _configurations(trace, identity, settings, work, progress)
     lengths = GenerateSettings(max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size)
-    found = generate_compared(str(MODEL), prompts, configurations, lengths, progress, lambda: model)
+    found = generate_compared(str(MODEL), prompts, configurations, lengths, progress, verify=True)
     rows = [row | {"plan_hash": digests.get(row["name"])} for _, row in found]
     made = {
         "settings": asdict(settings),
         "prompts": len(prompts),
         "profile_tokens": trace.num_tokens,
         "set_ups": rows,
-        "payoffs": _payoffs(rows, settings.ep_size),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("semmoe", "torch", "transformers")},
     }
@@ -104,41 +102,29 @@ def generate_compared(
     configurations: list["Configuration"],
     settings: GenerateSettings,
     progress: Bars,
-    plain: Callable[[], Any] | None,
+    verify: bool,
 ) -> list[tuple[list[list[int]], dict[str, Any]]]:
-    """Outputs and figures of every configuration, and whether the outputs are those of plain transformers.
-
-    plain: makes the model to compare with; None: nothing is compared.
-    """
-    from semmoe.engines.transformers import verify
+    """Outputs and figures of every configuration, and if asked whether the outputs are those of plain transformers."""
     from semmoe.engines.transformers.generate import generate
+    from semmoe.engines.transformers.model import load_model
+    from semmoe.engines.transformers.verify import compare_outputs, plain_generate
 
     ranks, runs = configurations[0].plan.topology.ep_size, len(configurations)
     several = f", {runs} configurations" if runs > 1 else ""
     advance = progress.task(f"generating on {ranks} processes{several}", len(prompts) * runs)
     results = generate(model, prompts, configurations, settings, lambda name, done: advance(done))
-    if plain is None:
+    if not verify:
         unknown = {"identical": None, "identical_text": "not verified"}
         return [(result.outputs, result.figures() | unknown) for result in results]
-    reference_model = plain()
+    plain = load_model(model)
     advance = progress.task("verifying with plain transformers", len(prompts))
-    reference = verify.plain_generate(reference_model, prompts, settings, advance)
+    reference = plain_generate(plain, prompts, settings, advance)
     found = []
     for result in results:
-        agreement = verify.compare_outputs(reference_model, prompts, reference, result.outputs)
+        agreement = compare_outputs(plain, prompts, reference, result.outputs)
         compared = {"identical": agreement.holds, "identical_text": str(agreement)}
         found.append((result.outputs, result.figures() | compared))
     return found
-
-
-def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
-    """Where plans with the traffic that was measured here would pay; nowhere on one rank, where nothing travels."""
-    from semmoe.costs.payoff import measured, payoffs
-
-    if ep_size == 1:
-        return []
-    dp, tp = measured("dp", rows[0], rows[1], ep_size), measured("tp", rows[2], rows[3], ep_size)
-    return [asdict(one) for one in (*payoffs(dp), *payoffs(tp))]
 
 
 def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, progress: Bars) -> Plan:

@@ -153,9 +153,8 @@ def generate(
     tokenizer = load_tokenizer(model)
     texts = given.prompt or []
     prompts, counts = _encode_given(texts, tokenizer) if texts else _prompts(model, tokenizer, given.dataset, given)
-    plain = partial(_plain_model, model) if verify else None
     with console.bars() as bars:
-        [(outputs, figures)] = generate_compared(model, prompts, [configuration], settings, bars, plain)
+        [(outputs, figures)] = generate_compared(model, prompts, [configuration], settings, bars, verify)
     row = figures | {"plan_hash": plan_digest(plan) if plan else None, **counts}
     completions = tokenizer.batch_decode(outputs)
     result = checked(GenerateFile, {**row, "completions": completions})
@@ -187,12 +186,6 @@ def _configuration(model: str, path: Path | None, given: options.GivenTopology, 
     return Configuration(name=name, plan=plan, exchange=ways.exchange)
 
 
-def _plain_model(model: str) -> Any:
-    from semmoe.engines.transformers.model import load_model
-
-    return load_model(model)
-
-
 def _encode_given(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], dict[str, Any]]:
     """Same as `_prompts` for given texts, which are never cut."""
     if not all(text for text in texts):
@@ -207,7 +200,7 @@ def demo(
     as_json: options.Json = False,
     settings: DemoSettings,
 ) -> None:
-    """Run all steps on the embedded model: profile, solve, generate in five ways, and where a plan pays.
+    """Run all steps on the embedded model: profile, solve and generate in five ways.
 
     It takes about two minutes. The prompts are texts of the standard library that the model never saw. The page is
     semmoe-demo/report.html, or DIR/report.html with --out DIR.
@@ -237,7 +230,6 @@ def _show_demo(result: dict[str, Any]) -> None:
         f"{result['prompts']} held-out prompts, {ranks} processes", *tables.generated(rows, with_speed=False)
     )
     tables.print_gain(rows)
-    tables.print_payoffs(result["payoffs"], ranks)
 
 
 def _demo_report(work: Path, folder: Path) -> Path | None:

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SUMS = 2  # of the words, and of the words weighted by their place
-
 
 def checksums(weights: Sequence[Tensor]) -> Tensor:
     """(n, W * 2) int64 on the CPU, of W weights (n, ...) of n slots."""

@@ -96,6 +96,14 @@ def read_status(folder: Path, rank: int = 0) -> SwapStatus:
     return read_private(status_path(folder, rank), SwapStatus)
 
 
+def serving(folder: Path) -> Plan:
+    """The plan that the server runs on. Raises ValueError if it runs without one."""
+    status = read_status(folder)
+    if not status.plan:
+        raise ValueError(status.reason)
+    return staged(folder, status.plan)
+
+
 def read_statuses(folder: Path) -> list[SwapStatus]:
     """Those of all ranks of this node."""
     ranks = sorted(int(path.stem.removeprefix("swap-")) for path in folder.glob("swap-[0-9][0-9][0-9][0-9][0-9].json"))

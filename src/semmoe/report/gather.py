@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from semmoe.checkpoint.relabel import plan_digest
 from semmoe.core import Plan
 from semmoe.evaluation.results import DemoFile, Expected, GenerateFile, ReplayFile
+from semmoe.io.files import parse_json, read_limited
 from semmoe.plan import load_plan
 
 MAX_ENTRIES = 500  # files and directories that are read of a directory
@@ -102,7 +101,7 @@ def _read(path: Path, inputs: Inputs) -> None:
         if any((path / name).exists() for name in PLAN_FILES):
             _add_plan(path, shown, inputs)
         elif path.suffix == ".json":
-            _add_measurement(_json(path), shown, inputs)
+            _add_measurement(path, shown, inputs)
         elif path.suffix == ".npz" or (path / "trace.json").exists():
             raise ValueError("a trace: a report reads no traces")
         else:
@@ -115,69 +114,54 @@ def _read(path: Path, inputs: Inputs) -> None:
 def _add_plan(path: Path, shown: str, inputs: Inputs) -> None:
     if len(inputs.plans) >= MAX_PLANS:
         raise ValueError(f"only {MAX_PLANS} plans are shown")
-    if (path / "plan.json").exists():
-        _check_size(path / "plan.json")
     plan = load_plan(path)
     expected = None
     try:
-        expected = _expected(plan)
+        expected = _expected(plan, path / "plan.json")
     except ValueError as error:
         why = f"its expected figures cannot be read: {error}"
         inputs.left_out.append(LeftOut(f"{shown}/plan.json", why))
     inputs.plans.append(PlanFile(path=shown, plan=plan, digest=plan_digest(path), expected=expected))
 
 
-def _expected(plan: Plan) -> Expected | None:
+def _expected(plan: Plan, path: Path) -> Expected | None:
     """The figures that a plan expects. Raises ValueError if they are damaged or of another number of ranks."""
     if plan.expected is None:
         return None
-    expected: Expected = _checked(Expected, plan.expected)
+    expected = parse_json(path, json.dumps(plan.expected).encode(), Expected)
     loads = [layer.load_per_rank for side in (expected, *expected.others.values()) for layer in side.layers]
     if not {len(load) for load in loads} <= {0, plan.topology.ep_size}:
         raise ValueError("its figures are for another number of ranks")
     return expected
 
 
-def _check_size(path: Path) -> None:
-    size = path.stat().st_size
-    if size > MAX_JSON_BYTES:
-        raise ValueError(f"{path.name} has {size:,} bytes: at most {MAX_JSON_BYTES:,} are read")
-
-
-def _json(path: Path) -> Any:
-    _check_size(path)
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"not valid JSON: {error}") from None
-
-
-def _add_measurement(data: Any, shown: str, inputs: Inputs) -> None:
+def _add_measurement(path: Path, shown: str, inputs: Inputs) -> None:
     """Add the JSON of a command."""
-    keys = data.keys() if isinstance(data, dict) else set()
+    content = bytes(read_limited(path, MAX_JSON_BYTES))
+    keys = _keys(content)
     if "set_ups" in keys:
-        demo: DemoFile = _checked(DemoFile, data)
+        demo = parse_json(path, content, DemoFile)
         inputs.runs.append((shown, demo.set_ups))
         sizes = {"prompts": demo.prompts, "profiled tokens": demo.profile_tokens, "machine": demo.machine}
         facts = {**demo.settings, **sizes, **demo.versions}
         stated = {key: value for key, value in facts.items() if value != ""}
         inputs.sources.append(Source(shown, "semmoe demo --json", stated))
     elif {"name", "sent_bytes"} <= keys:
-        inputs.runs.append((shown, [_checked(GenerateFile, data)]))
-        inputs.sources.append(Source(shown, "semmoe generate --json", {"configuration": data["name"]}))
+        run = parse_json(path, content, GenerateFile)
+        inputs.runs.append((shown, [run]))
+        inputs.sources.append(Source(shown, "semmoe generate --json", {"configuration": run.name}))
     elif {"settings", "methods"} <= keys:
-        replay: ReplayFile = _checked(ReplayFile, data)
+        replay = parse_json(path, content, ReplayFile)
         inputs.replays.append((shown, replay))
         inputs.sources.append(Source(shown, "semmoe replay --json", replay.settings))
     else:
         raise ValueError("holds no measurement that a report shows")
 
 
-def _checked(kind: Any, data: Any) -> Any:
-    """The data as `kind`. Raises ValueError with the first thing that is wrong, and its place."""
+def _keys(content: bytes) -> set[str]:
+    """The names in an object of JSON; none of other JSON."""
     try:
-        return TypeAdapter(kind).validate_python(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "file"
-        raise ValueError(f"damaged: {place}: {first['msg']}") from None
+        value = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    return set(value) if isinstance(value, dict) else set()

@@ -11,7 +11,7 @@ from semmoe.costs.timing import WORTH
 from semmoe.io.files import atomic_file
 from semmoe.report import sections, verdict, words
 from semmoe.report.gather import Inputs, PlanFile, gather
-from semmoe.report.verdict import Pair, Replayed
+from semmoe.report.verdict import Replayed
 from semmoe.report.view import Card, Figure
 
 HERE = Path(__file__).parent
@@ -47,7 +47,6 @@ class PlanView:
 
     id: str
     entry: PlanFile
-    pair: Pair | None
     replayed: Replayed | None
     card: Card
     pays: Figure | None
@@ -59,7 +58,6 @@ def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
     plans = [_view(inputs, entry, f"plan-{i}") for i, entry in enumerate(inputs.plans)]
     html = _template().render(
         inputs=inputs,
-        lead=verdict.lead(inputs, [plan.pair for plan in plans]),
         plans=plans,
         methods=[(path, run, sections.methods(run, f"methods-{i}")) for i, (path, run) in enumerate(inputs.replays)],
         facts=_facts(command),
@@ -69,10 +67,10 @@ def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
 
 
 def _view(inputs: Inputs, entry: PlanFile, id: str) -> PlanView:
-    pair, replayed = verdict.measured_pair(inputs, entry), verdict.replayed_of(inputs, entry)
+    pair, replayed = verdict.measured_pair(inputs, entry), verdict.replayed_of(entry)
     pays = sections.pays(entry.expected, f"{id}-pays")
     layers = sections.layers(replayed, f"{id}-layers") if replayed else None
-    return PlanView(id, entry, pair, replayed, verdict.card(entry, pair, replayed), pays, layers)
+    return PlanView(id, entry, replayed, verdict.card(entry, pair, replayed), pays, layers)
 
 
 def _facts(command: str) -> dict[str, str]:

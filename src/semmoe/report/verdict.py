@@ -14,7 +14,6 @@ class Pair:
 
     vanilla: GenerateFile
     plan: GenerateFile
-    path: str  # of the plan's run
 
     @property
     def saved(self) -> float:
@@ -31,14 +30,14 @@ def measured_pair(inputs: Inputs, plan: PlanFile) -> Pair | None:
     attention = plan.plan.topology.attention
     prefix = f"attention-{attention.upper()}, "
     alone = sum(other.plan.topology.attention == attention for other in inputs.plans) == 1
-    rows = [(row, path) for path, run in inputs.runs for row in run]
-    for row, path in rows:
+    rows = [row for _, run in inputs.runs for row in run]
+    for row in rows:
         is_ours = row.plan_hash == plan.digest or (alone and not row.plan_hash)
         if row.name != prefix + "on the plan" or not is_ours:
             continue
-        for other, _ in rows:
+        for other in rows:
             if other.name == prefix + "vanilla" and other.forward_tokens == row.forward_tokens:
-                return Pair(other, row, path)
+                return Pair(other, row)
     return None
 
 
@@ -52,26 +51,14 @@ class Replayed:
     load_limit: float | None = None  # on max / mean expert load, which the plan was solved for
 
 
-def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
-    """Replayed figures of a plan, layer by layer: from requests held out while solving, else from a replay's file."""
-    expected, limit = entry.expected, _load_limit(entry)
-    if expected is not None and expected.layers:
-        source = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
-        return Replayed(expected, _vanilla(expected.others, entry.plan.method), source, limit)
-    topology, method = entry.plan.topology, entry.plan.method
-    for path, replay in inputs.replays:
-        same = all(replay.settings.get(key) == getattr(topology, key) for key in ("ep_size", "dp_size"))
-        own = replay.methods.get(method)
-        if same and own is not None and own.layers:
-            seen = ", partly on requests that it was solved on" if replay.settings.get("profiled") else ""
-            source = f"method {words.name(method)} in {words.name(path)}{seen}"
-            return Replayed(own, _vanilla(replay.methods, method), source, limit)
-    return None
-
-
-def _vanilla(figures: dict[str, Figures], method: str) -> Figures | None:
-    """The figures of contiguous placement beside those of `method`, unless it is that method."""
-    return figures.get("linear") if method != "linear" else None
+def replayed_of(entry: PlanFile) -> Replayed | None:
+    """The figures of a plan on requests that were held out while it was solved, layer by layer, if it has them."""
+    expected = entry.expected
+    if expected is None or not expected.layers:
+        return None
+    source = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
+    vanilla = expected.others.get("linear")  # none beside a plan of that method
+    return Replayed(expected, vanilla, source, _load_limit(entry))
 
 
 def _load_limit(entry: PlanFile) -> float | None:
@@ -85,13 +72,12 @@ def card(plan: PlanFile, pair: Pair | None, replayed: Replayed | None) -> Card:
     """The verdict on one plan."""
     topology = plan.plan.topology
     measured = [] if pair is None else [_measured(pair)]
-    numbers, source = _numbers(pair, replayed)
     return Card(
         title=f"{words.attention(topology)}, {topology.ep_size} ranks",
         state=_state(plan, pair),
         sentences=[_predicted(plan), *measured, *_warnings(plan, replayed)],
-        numbers=numbers,
-        source=source,
+        numbers=_numbers(replayed) if replayed else [],
+        source=f"Replayed: {replayed.source}; load is the mean over layers." if replayed else "",
     )
 
 
@@ -150,73 +136,24 @@ def _warnings(plan: PlanFile, replayed: Replayed | None) -> list[str]:
     return warnings
 
 
-def _numbers(pair: Pair | None, replayed: Replayed | None) -> tuple[list[Number], str]:
-    """Means of the figures in the plan's section, and their source; of a run only where nothing was replayed."""
-    if replayed is not None:
-        highest = max(layer.load_max_over_mean for layer in replayed.plan.layers)
-        numbers = _four(replayed.plan, replayed.vanilla, "remote_ranks_per_token", f"highest layer {highest:.2f}")
-        return numbers, f"Replayed: {replayed.source}; load is the mean over layers."
-    if pair is None:
-        return [], ""
-    source = f"Measured while generating ({words.name(pair.path)})."
-    return _four(pair.plan, pair.vanilla, "all_to_all_bytes"), source
-
-
-Sided = Figures | GenerateFile
-
-
-def _four(plan: Sided, vanilla: Sided | None, field: str, load_note: str = "") -> list[Number]:
-    """The four key numbers beside vanilla's. field: of the bytes sent, or of rows, to which bytes are proportional."""
-    sent, vanilla_sent = getattr(plan, field), getattr(vanilla, field, None)
-    saved = words.percent(1 - sent / vanilla_sent) if sent is not None and vanilla_sent else words.NONE
+def _numbers(replayed: Replayed) -> list[Number]:
+    """The four key numbers of a plan, means over its layers, beside vanilla's. Bytes are proportional to rows."""
+    plan, vanilla = replayed.plan, replayed.vanilla
+    highest = max(layer.load_max_over_mean for layer in plan.layers)
+    rows = vanilla.remote_ranks_per_token if vanilla else 0
+    saved = words.percent(1 - plan.remote_ranks_per_token / rows) if rows else words.NONE
     return [
         _number(words.LAR, plan, vanilla),
         _number(words.REMOTE, plan, vanilla),
-        Number("All-to-all bytes saved", saved, "of vanilla's" if vanilla_sent else "no vanilla to compare with"),
-        _number(words.LOAD, plan, vanilla, load_note),
+        Number("All-to-all bytes saved", saved, "of vanilla's" if rows else "no vanilla to compare with"),
+        _number(words.LOAD, plan, vanilla, f"highest layer {highest:.2f}"),
     ]
 
 
-def _number(column: words.Column, plan: Sided, vanilla: Sided | None, note: str = "") -> Number:
+def _number(column: words.Column, plan: Figures, vanilla: Figures | None, note: str = "") -> Number:
     title, field, write = column
-    value, other = getattr(plan, field), getattr(vanilla, field, None)
-    compared = ""
-    if value is not None and other is not None:
-        compared = f"vanilla {write(other)}" + (f" (× {value / other:.2f})" if other > 0 else "")
-    return Number(title, write(value), "; ".join(filter(None, [compared, note])))
-
-
-def lead(inputs: Inputs, pairs: list[Pair | None]) -> list[str]:
-    """The first sentences of the page: what is predicted and, if anything was measured, what was measured."""
-    known = [(plan, pair) for plan, pair in zip(inputs.plans, pairs, strict=True) if pair is not None]
-    measured = [_lead_measured(known, one=len(inputs.plans) == 1)] if known else []
-    return [_lead_predicted(inputs), *measured]
-
-
-def _lead_predicted(inputs: Inputs) -> str:
-    names: dict[tuple[str, str], list[str]] = {}  # of the plans, by what is predicted of them and on which links
-    for plan in inputs.plans:
-        expected = plan.expected
-        if expected is not None and expected.verdict is not None and expected.links is not None:
-            worth = "worth it" if expected.verdict.worth_it else "not worth it"
-            names.setdefault((worth, words.name(expected.links.name)), []).append(_short(plan))
-    if not names:
-        return "Whether this is worth it was not predicted."
-    parts = []
-    for (worth, links), own in names.items():
-        which = "" if len(own) == len(inputs.plans) else f" for {words.listed(own)}"
-        parts.append(f"{worth}{which} on {links}")
-    return f"Predicted: {'; '.join(parts)}."
-
-
-def _lead_measured(known: list[tuple[PlanFile, Pair]], one: bool) -> str:
-    saved = [words.fewer(pair.saved) + ("" if one else f" ({_short(plan)})") for plan, pair in known]
-    identical = [pair.plan.identical for _, pair in known]
-    outputs = "outputs not all verified" if None in identical else "outputs identical"
-    if False in identical:
-        outputs = "OUTPUTS DIFFER"
-    return f"Measured: {words.listed(saved)} all-to-all bytes than vanilla, {outputs}."
-
-
-def _short(plan: PlanFile) -> str:
-    return words.attention(plan.plan.topology).removeprefix("Attention ")
+    value, compared = getattr(plan, field), []
+    if vanilla is not None:
+        other = getattr(vanilla, field)
+        compared = [f"vanilla {write(other)}" + (f" (× {value / other:.2f})" if other > 0 else "")]
+    return Number(title, write(value), "; ".join([*compared, note] if note else compared))

@@ -35,10 +35,6 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
-def listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
 def name(text: object, longest: int = MAX_NAME) -> str:
     """Text from a file on one line: at most `longest` characters, all of them printable."""
     line = "".join(c if c.isprintable() else " " for c in str(text)).strip()

@@ -5,7 +5,7 @@ bounded; a token is recorded once, however often it ran. An adaptor makes a `Liv
 each attention group, whose ranks see the same tokens:
 
     recorder = LiveRecorder(folder, fingerprint, rank)
-    if recorder.poll():                            # every forward pass; reads the control file, five times a second
+    if recorder.poll():                            # every forward pass; a thread of its own reads the control file
         recorder.observe(requests, rows)
     recorder.finish(request, prompt_ids)           # whenever a request ends; cheap while off
     recorder.close()
@@ -24,11 +24,10 @@ Two requests of a prompt "7 8 9" on a server with a prefix cache, chunks of two 
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,37 +39,37 @@ from semmoe.topology import Fingerprint
 from semmoe.traces.trace import TraceHeader
 
 LOOK_SECONDS = 0.2  # between reads of the control file
-STATUS_SECONDS = 1.0
-SAVE_SECONDS = 5.0  # between writes of the trace, since engines end ranks without notice
+STATUS_LOOKS = 5  # looks between writes of the status
+SAVE_LOOKS = 25  # looks between writes of the trace, since engines end ranks without notice
 logger = logging.getLogger(__name__)
 
 
 class LiveRecorder:
     """Records one run after another, as `folder/control.json` says; it never raises, and any failure ends the run.
 
-    While it records, a thread also reads the control file, so that a server without traffic stops recording, too.
+    A thread looks at the control file, with traffic and without; watch: whether to start it.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        fingerprint: Fingerprint,
-        rank: int,
-        clock: Callable[[], float] = time.monotonic,
-        watch: bool = True,
-    ) -> None:
+    def __init__(self, folder: Path, fingerprint: Fingerprint, rank: int, watch: bool = True) -> None:
         self.folder = Path(folder)
         self.fingerprint = fingerprint
         self.rank = rank
-        self._clock, self._watch = clock, watch
         self._lock = threading.Lock()
-        self._next_look = self._next_status = self._next_save = -math.inf
+        self._looks = 0  # of this run
+        self._closed = False
         self._status = Status(rank=rank)  # of the run that is on, or of the last one
         self._cpu_ns = 0  # CPU time of this run
         self._memory: Memory | None = None  # there is one while a run is on
         with self._guard():
             open_folder(self.folder)
             write_status(self.folder, self.status)
+        if watch:
+            threading.Thread(target=self._watch, name="semmoe-recorder", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._closed:
+            time.sleep(LOOK_SECONDS)
+            self.look()
 
     @property
     def recording(self) -> bool:
@@ -86,13 +85,14 @@ class LiveRecorder:
         return self._status.model_copy(update=memory.usage() | {"cpu_us_per_token": round(cost, 3)})
 
     def poll(self) -> bool:
-        """Whether this forward pass is to be observed. Call it once per pass."""
-        now = self._clock()
-        if now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
-            with self._guard():
-                self._look(now)
+        """Whether this forward pass is to be observed."""
         return self.recording
+
+    def look(self) -> None:
+        """Act on the control file, and write what is due; to be called every LOOK_SECONDS."""
+        with self._guard():
+            if not self._closed:
+                self._look()
 
     def observe(self, requests: Sequence[str], rows: Rows) -> None:
         """Record one forward pass of real tokens, without padding, rows of idle ranks and rejected draft tokens.
@@ -118,7 +118,7 @@ class LiveRecorder:
         Do not call it in a signal handler, since it may wait.
         """
         with self._guard():
-            self._next_look = math.inf
+            self._closed = True
             self._stop("the server ended")
 
     @contextlib.contextmanager
@@ -135,7 +135,7 @@ class LiveRecorder:
             finally:
                 self._cpu_ns += time.thread_time_ns() - begin
 
-    def _look(self, now: float) -> None:
+    def _look(self) -> None:
         """Act on the control file; one that is gone or unreadable turns recording off."""
         if not self.recording and not os.path.lexists(self.folder / CONTROL):
             return
@@ -151,22 +151,22 @@ class LiveRecorder:
         if run != self._status.run:  # a run that ended does not start again
             self._stop()
             if run is not None:
-                self._start(control, now)
+                self._start(control)
         if self._memory is not None:
-            self._keep_up(self._memory, now)
+            self._keep_up(self._memory)
 
-    def _keep_up(self, memory: Memory, now: float) -> None:
-        if now >= self._next_save:
-            self._next_save = now + SAVE_SECONDS
+    def _keep_up(self, memory: Memory) -> None:
+        if self._looks % SAVE_LOOKS == SAVE_LOOKS - 1:
             memory.save()
-        if now >= self._next_status:
-            self._next_status = now + STATUS_SECONDS
-            with contextlib.suppress(OSError):  # a full disk does not end the run
+        if self._looks % STATUS_LOOKS == 0:
+            with contextlib.suppress(OSError):  # a full disk ends the run when the trace is written
                 write_status(self.folder, self.status)
+        self._looks += 1
 
-    def _start(self, control: Control, now: float) -> None:
+    def _start(self, control: Control) -> None:
         """Begin a run; if the server restarted during this run, append to its trace."""
-        self._status, self._cpu_ns = Status(rank=self.rank, run=control.run), 0
+        self._status = Status(rank=self.rank, run=control.run)
+        self._cpu_ns = self._looks = 0
         path = rank_folder(self.folder, control.run, self.rank)
         open_folder(path.parent)
         open_folder(path)
@@ -174,16 +174,7 @@ class LiveRecorder:
         header = TraceHeader(fingerprint=self.fingerprint, dataset_hash=f"live:{control.run}", settings=settings)
         memory = Memory(control, self._status, path, header)
         self._status.state, self._memory = "recording", memory
-        self._next_status, self._next_save = now, now + SAVE_SECONDS
-        if self._watch:
-            threading.Thread(target=self._watch_control, name="semmoe-recorder", daemon=True).start()
         logger.warning("semmoe records the routing of requests in %s", path.parent)
-
-    def _watch_control(self) -> None:
-        """Read the control file while no forward pass does; ends with the run."""
-        while self.recording:
-            time.sleep(2 * LOOK_SECONDS)
-            self.poll()
 
     def _stop(self, reason: str = "") -> None:
         """End the run that is on, if any; reason: why, unless the control file says so or the run is full."""
