@@ -1,7 +1,7 @@
 """Fit the links that are shipped with semmoe to DeepEP's measured tables, and hold them against what was not fitted.
 
-    PYTHONPATH=. python benchmarks/fit_links.py TABLES            # a table of predicted over measured
-    PYTHONPATH=. python benchmarks/fit_links.py TABLES --write    # also writes src/semmoe/links/ and tests/deepep.json
+    python benchmarks/fit_links.py TABLES            # a table of predicted over measured
+    python benchmarks/fit_links.py TABLES --write    # also writes src/semmoe/links/ and tests/deepep.json
 
 TABLES: the folder of aiconfigurator's `wideep_deepep_{normal,ll}_perf.csv` files (Apache-2.0, commit 095f58a), each
 named SYSTEM_sglang_VERSION_... Read are hidden size 7168 and 8 of 256 experts, normal mode with 20 SMs, as FP8
@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from lab.payoff import MODELS, uniform_rows
 from semmoe.costs import timing
 from semmoe.costs.links import Experts, Links, Tier
+from semmoe.costs.payoff import MODELS, uniform_rows
 from semmoe.topology import Topology
 
 MODEL = next(model for model in MODELS if model.name == "DeepSeek-V3")

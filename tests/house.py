@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 25_685, 350, 50
+TOTAL, FILE, FUNCTION = 25_554, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 295,
@@ -34,10 +34,10 @@ ROOMS = {
     "runtime": 2316,
     "checkpoint": 1294,
     "engines": 6559,
-    "live": 2087,
+    "live": 2084,
     "gateway": 349,
-    "report": 749,
-    "cli": 2624,
+    "report": 664,
+    "cli": 2581,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -2,14 +2,14 @@
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from typer.testing import CliRunner
 
-from lab import payoff
-from semmoe.cli import app
+from semmoe.cli import app, tables
 from semmoe.cli.demo import MODEL, demo_prompts, run_demo
+from semmoe.costs.payoff import BATCHES, LINKS, MODELS, measured, payoffs
 from semmoe.settings import DemoSettings
 from semmoe.traces.texts import HELD_OUT
 
@@ -58,15 +58,23 @@ def test_without_all_to_all_the_plan_still_sends_less_in_all(result):
     assert result["attention-TP, all-reduce"]["all_to_all_bytes"] == 0
 
 
-def test_where_a_plan_pays_follows_from_what_the_demo_counted(result, made, kept, capsys):
-    found = payoff.of_demo(made["set_ups"], ep_size=4)
-    assert len(found) == 2 * len(payoff.LINKS) * len(payoff.MODELS) * len(payoff.BATCHES)
-    run = payoff.measured("tp", result["attention-TP, vanilla"], result["attention-TP, on the plan"], ep_size=4)
+def test_where_a_plan_pays_follows_from_what_the_demo_counted(result, made):
+    found = {(o["attention"], o["links"], o["model"], o["batch_tokens"]): o for o in made["payoffs"]}
+    assert len(found) == len(made["payoffs"]) == 2 * len(LINKS) * len(MODELS) * len(BATCHES)
+    run = measured("tp", result["attention-TP, vanilla"], result["attention-TP, on the plan"], ep_size=4)
     assert 0 < run.remote_share < 1
-    assert found[len(found) // 2 :] == payoff.payoffs(run)
-    assert {one.worth_it for one in found} == {True, False}
-    payoff.main(kept / "demo.json")
-    assert "DP, h200-nvlink" in capsys.readouterr().out
+    for one in payoffs(run):
+        assert found[one.attention, one.links, one.model, one.batch_tokens] == asdict(one)
+    assert {one["worth_it"] for one in made["payoffs"]} == {True, False}
+
+
+def test_the_table_of_payoffs_says_no_where_a_plan_is_not_worth_it(made):
+    columns, rows = tables.payoffs(made["payoffs"])
+    assert columns[:2] == ["attention, links", "Qwen3-30B\nA3B\n1,024"]
+    assert [row[0] for row in rows] == [f"{mode}, {links}" for mode in ("DP", "TP") for links in LINKS]
+    cells = [cell for row in rows for cell in row[1:]]
+    said = [f"{one['gain']:.0%}" if one["worth_it"] else "no" for one in made["payoffs"]]
+    assert cells == said
 
 
 def test_the_demo_ends_with_a_report_of_all_that_it_did(result, kept):

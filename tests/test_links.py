@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.payoff import MODELS, uniform_rows
 from semmoe.costs import timing
 from semmoe.costs.links import Links, load_links
+from semmoe.costs.payoff import MODELS, uniform_rows
 from semmoe.topology import Topology
 
 POINTS = json.loads(Path(__file__).with_name("deepep.json").read_text())["points"]

@@ -1,4 +1,4 @@
-"""The main line on the embedded default: profile, solve, generate in five configurations, and one page."""
+"""The main line on the embedded default: profile, solve, generate in five set-ups; where a plan pays; one page."""
 
 import json
 import os
@@ -69,6 +69,7 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars) -> dict[str, An
         "prompts": len(prompts),
         "profile_tokens": trace.num_tokens,
         "set_ups": rows,
+        "payoffs": _payoffs(rows, settings.ep_size),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("semmoe", "torch", "transformers")},
     }
@@ -125,6 +126,16 @@ def generate_compared(
         compared = {"identical": agreement.holds, "identical_text": str(agreement)}
         found.append((result.outputs, result.figures() | compared))
     return found
+
+
+def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
+    """Where plans with the traffic that was measured here would pay; nowhere on one rank, where nothing travels."""
+    from semmoe.costs.payoff import measured, payoffs
+
+    if ep_size == 1:
+        return []
+    dp, tp = measured("dp", rows[0], rows[1], ep_size), measured("tp", rows[2], rows[3], ep_size)
+    return [asdict(one) for one in (*payoffs(dp), *payoffs(tp))]
 
 
 def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, progress: Bars) -> Plan:

@@ -4,7 +4,6 @@ import importlib
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -200,7 +199,7 @@ def demo(
     as_json: options.Json = False,
     settings: DemoSettings,
 ) -> None:
-    """Run all steps on the embedded model: profile, solve and generate in five ways.
+    """Run all steps on the embedded model: profile, solve, generate in five ways, and where a plan pays.
 
     It takes about two minutes. The prompts are texts of the standard library that the model never saw. The page is
     semmoe-demo/report.html, or DIR/report.html with --out DIR.
@@ -230,6 +229,7 @@ def _show_demo(result: dict[str, Any]) -> None:
         f"{result['prompts']} held-out prompts, {ranks} processes", *tables.generated(rows, with_speed=False)
     )
     tables.print_gain(rows)
+    tables.print_payoffs(result["payoffs"], ranks)
 
 
 def _demo_report(work: Path, folder: Path) -> Path | None:

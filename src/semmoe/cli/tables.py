@@ -6,6 +6,13 @@ from typing import Any
 from semmoe.core import NEVER
 from semmoe.io import console
 
+PAYOFFS = """"no": not worth it. Columns are models, and tokens of a batch over all ranks: 1,024 is
+about a step of decoding, 16,384 one of prefill. Rows are attention and links; those of
+100g and 400g (Gbit/s) join two nodes. A plan competes with vanilla and, with
+attention-TP, with expert parallelism without all-to-all. These are predictions for
+routing as predictable as the shipped model's. For your own model run semmoe profile, and
+semmoe solve with the --links that you have."""
+
 
 def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows for `replay` and `solve`, of the metrics that all methods have."""
@@ -133,3 +140,25 @@ def print_gain(rows: list[dict[str, Any]]) -> None:
         fewer = 1 - planned["all_to_all_bytes"] / vanilla["all_to_all_bytes"]
         mode = planned["name"].split(",")[0]
         console.out.print(f"{mode}: local activation rate x{gain:.2f}, {fewer:.1%} fewer all-to-all bytes on the plan")
+
+
+def print_payoffs(found: list[dict[str, Any]], ep_size: int) -> None:
+    """Print where a plan with the demo's traffic pays: the time that it would save, or that it is not worth it."""
+    if found:
+        title = f"Predicted time of a MoE layer that a plan with this traffic saves, {ep_size} ranks"
+        console.print_table(title, *payoffs(found))
+        console.out.print(PAYOFFS)
+
+
+def payoffs(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: a row for each attention and kind of links, a column for each model and batch size.
+
+    found: of each row all columns, in one order.
+    """
+    names: dict[str, None] = {}  # in order, without repetition
+    rows: dict[str, list[str]] = {}
+    for one in found:
+        names["\n".join([*one["model"].rsplit("-", 1), f"{one['batch_tokens']:,}"])] = None
+        kind = f"{one['attention'].upper()}, {one['links']}"
+        rows.setdefault(kind, [kind]).append(f"{one['gain']:.0%}" if one["worth_it"] else "no")
+    return ["attention, links", *names], list(rows.values())

@@ -1,18 +1,12 @@
 """Where a plan pays: traffic that was measured on one model, carried over to layers of known models on shipped links.
 
-    semmoe demo --out out
-    python -m lab.payoff out/demo.json
-
 Two things are carried over from a run with a plan and one without: how many remote ranks per token the plan leaves of
 vanilla's, and the load of the busiest rank over the mean of each. All else is the other model's: sizes, and the remote
 ranks that vanilla has where experts are drawn uniformly. The routing of another model may be easier or harder to
 predict than that of the model that ran, so these are examples; `semmoe solve` predicts from a profile of the model.
 """
 
-import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +15,6 @@ from semmoe.costs import timing
 from semmoe.costs.links import Links, load_links
 from semmoe.costs.metrics import uniform_remote_ranks
 from semmoe.costs.rows import hops
-from semmoe.io import console
 from semmoe.topology import Topology
 
 
@@ -122,34 +115,3 @@ def uniform_rows(kind: str, model: Model, topology: Topology) -> np.ndarray:
     rows = others * uniform_remote_ranks(G, E, K) / (G - 1)
     node_rows = np.full((G, N), uniform_remote_ranks(N, E, K) / max(N - 1, 1))
     return hops(kind, topology, rows, node_rows, others * K / G)
-
-
-def of_demo(rows: list[dict[str, Any]], ep_size: int) -> list[Payoff]:
-    """Those of both attentions, from the configurations of `semmoe demo --json`, of at least two ranks."""
-    dp, tp = measured("dp", rows[0], rows[1], ep_size), measured("tp", rows[2], rows[3], ep_size)
-    return [*payoffs(dp), *payoffs(tp)]
-
-
-def table(found: list[Payoff]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: a row for each attention and kind of links, a column for each model and batch size.
-
-    found: of each row all columns, in one order.
-    """
-    names: dict[str, None] = {}  # in order, without repetition
-    rows: dict[str, list[str]] = {}
-    for one in found:
-        names["\n".join([*one.model.rsplit("-", 1), f"{one.batch_tokens:,}"])] = None
-        kind = f"{one.attention.upper()}, {one.links}"
-        rows.setdefault(kind, [kind]).append(f"{one.gain:.0%}" if one.worth_it else "no")
-    return ["attention, links", *names], list(rows.values())
-
-
-def main(path: Path) -> None:
-    made = json.loads(path.read_text())
-    ranks = made["settings"]["ep_size"]
-    title = f"Predicted time of a MoE layer that a plan with this traffic saves, {ranks} ranks"
-    console.print_table(title, *table(of_demo(made["set_ups"], ranks)))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
