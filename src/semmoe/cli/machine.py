@@ -1,4 +1,4 @@
-"""The commands calibrate and doctor: what this machine's links and experts cost, and what is installed on it."""
+"""The commands calibrate and doctor: the costs of links and experts on this machine, and its engines."""
 
 import os
 from dataclasses import asdict, dataclass

@@ -5,7 +5,7 @@ bounded; a token is recorded once, however often it ran. An adaptor makes a `Liv
 each attention group, whose ranks see the same tokens:
 
     recorder = LiveRecorder(folder, fingerprint, rank)
-    if recorder.poll():                            # every forward pass; a thread of its own reads the control file
+    if recorder.poll():                            # every forward pass; a thread reads the control file
         recorder.observe(requests, rows)
     recorder.finish(request, prompt_ids)           # whenever a request ends; cheap while off
     recorder.close()
@@ -89,7 +89,7 @@ class LiveRecorder:
         return self.recording
 
     def look(self) -> None:
-        """Act on the control file, and write what is due; to be called every LOOK_SECONDS."""
+        """Act on the control file, and write a status or a shard that is due. Call it every LOOK_SECONDS."""
         with self._guard():
             if not self._closed:
                 self._look()
