@@ -456,7 +456,7 @@ def test_it_stops_at_max_tokens(tmp_path):
         run(live, (name, 0, [1, 2]))
         live.finish(name, [1, 2])
     live.poll()
-    for _ in range(40):  # what has ended is written every half minute
+    for _ in range(40):
         live.poll()
     assert not live.recording
     status = read_status(status_path(tmp_path / "control", 0))

@@ -39,7 +39,7 @@ from semmoe.topology import Fingerprint
 from semmoe.traces.trace import TraceHeader
 
 LOOK_SECONDS = 0.2  # between reads of the control file
-STATUS_LOOKS = 5  # looks between writes of the status
+STATUS_LOOKS = 5  # looks between collecting requests that ended, which scans all rows, and writing the status
 SAVE_LOOKS = 25  # looks between writes of the trace, since engines end ranks without notice
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,7 @@ class LiveRecorder:
         if self._looks % SAVE_LOOKS == SAVE_LOOKS - 1:
             memory.save()
         if self._looks % STATUS_LOOKS == 0:
+            memory.write()
             with contextlib.suppress(OSError):  # a full disk ends the run when the trace is written
                 write_status(self.folder, self.status)
         self._looks += 1
