@@ -34,10 +34,10 @@ ROOMS = {
     "runtime": 2316,
     "checkpoint": 1294,
     "engines": 6559,
-    "live": 2084,
+    "live": 2068,
     "gateway": 349,
     "report": 664,
-    "cli": 2581,
+    "cli": 2560,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

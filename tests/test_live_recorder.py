@@ -146,7 +146,9 @@ def test_it_starts_and_stops_as_the_control_file_says(tmp_path):
 
 
 def test_requests_that_ended_are_written_at_every_fifth_look(tmp_path):
-    control, live, written = start(tmp_path), recorder(tmp_path), []
+    control = start(tmp_path)
+    live = recorder(tmp_path)
+    written = []
     for i in range(11):
         run(live, (f"request-{i}", 0, [1]))
         written.append(len(shard_paths(rank_folder(tmp_path / "control", control.run, 0))))
@@ -454,7 +456,7 @@ def test_it_stops_at_max_tokens(tmp_path):
         run(live, (name, 0, [1, 2]))
         live.finish(name, [1, 2])
     live.poll()
-    for _ in range(40):  # what has ended is written every half minute
+    for _ in range(40):
         live.poll()
     assert not live.recording
     status = read_status(status_path(tmp_path / "control", 0))

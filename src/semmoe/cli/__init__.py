@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-COMMANDS = "online solve replay engine_files trace serve watch plans picker record calibrate report doctor"
+COMMANDS = "online solve replay engine_files serve watch plans picker traces machine report"
 
 try:
     from semmoe.cli.app import app

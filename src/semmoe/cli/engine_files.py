@@ -1,4 +1,4 @@
-"""The commands apply and import: what engines read, from a plan, and what they wrote, as a plan or a trace."""
+"""The commands apply and import: write a plan as files of engines, and read plans and traces from them."""
 
 import importlib.util
 import shlex

@@ -79,18 +79,13 @@ def look(urls: Sequence[str], time: float, client: Client = PLAIN) -> Look:
 
 
 def fetch(url: str, client: Client = PLAIN, seconds: float = 10.0) -> str:
-    """The text of a server's /metrics. Raises ValueError if the server does not answer with it."""
+    """The text of a server's /metrics; bytes of others that are not UTF-8 are replaced. Raises ValueError."""
     parts = split_address(url)
     path = parts.path if parts.path.endswith("/metrics") else parts.path.rstrip("/") + "/metrics"
     try:
-        content = client.read(f"{parts.scheme}://{parts.netloc}{path}", seconds)
+        return client.read(f"{parts.scheme}://{parts.netloc}{path}", seconds).decode(errors="replace")
     except (OSError, HTTPException) as error:
         raise ValueError(f"{url} gives no metrics: {client.reason(error)}") from None
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"line {line} of the metrics of {url} is not UTF-8") from None
 
 
 def parse(pages: Mapping[str, str], time: float) -> Look:

@@ -24,7 +24,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One quantity of L layers as bars. label: what it shows, for readers who do not see it."""
+    """One quantity of L layers as bars. label: a description for readers who do not see it."""
 
     title: str
     label: str

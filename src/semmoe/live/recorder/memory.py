@@ -24,8 +24,6 @@ REFUSED = SLOTS  # the slot of every request that is not recorded
 MOST_REFUSED = 1 << 17  # most ids of refused requests that are remembered
 MOST_POSITION = np.iinfo(np.int32).max
 SHARD_TOKENS = 1 << 14  # small, so that writing one delays a server by only about 10 ms
-# finished requests are written when they hold 1/16 of the rows in memory, since each write scans all rows
-WRITE_SHARE = 16
 ROW_OVERHEAD = 3 * 4  # bytes per row beside its experts: token, position and slot
 
 
@@ -206,7 +204,6 @@ class Memory:
         self._requests = Requests(control.sample)
         self._store = RowStore(self._fingerprint, capacity - shard_tokens)
         self._finished: dict[int, tuple[np.ndarray, int]] = {}  # prompt and length by slot
-        self._num_finished = 0  # rows and prompt tokens of finished requests
 
     def usage(self) -> dict[str, int]:
         """Fields of a status."""
@@ -239,7 +236,7 @@ class Memory:
     def _fit(self, rows: Rows) -> Rows:
         """The rows that fit in memory: requests without rows are skipped first, then those with most rows dropped."""
         if len(rows) > self._store.free:
-            self._write_finished()
+            self.write()
         if len(rows) > self._store.free:
             slots = np.unique(rows.slots[self._requests.rows[rows.slots] == 0])
             self._requests.skipped += len(slots)
@@ -258,35 +255,26 @@ class Memory:
         return rows.where(~np.isin(rows.slots, slots))
 
     def finish(self, request: str, prompt: np.ndarray, length: int) -> None:
-        """End a request, whose rows before `length` are to be written."""
+        """End a request, whose rows before `length` are written next."""
         slot = self._requests.end(request)
-        if slot == REFUSED:
-            return
-        num_rows = int(self._requests.rows[slot])
-        if num_rows == 0:
-            self._requests.release([slot])
-            return
-        self._finished[slot] = prompt, length
-        self._num_finished += num_rows + len(prompt)
-        few = max(SHARD_TOKENS // 2, self._store.used // WRITE_SHARE)
-        if self._num_finished >= few or len(self._finished) >= SLOTS // 4:
-            self._write_finished()
+        if slot != REFUSED:
+            self._finished[slot] = prompt, length
 
     def save(self) -> None:
         """Write finished requests to disk."""
-        self._write_finished()
+        self.write()
         self._writer.flush()
 
-    def _write_finished(self) -> None:
-        """Append the rows of finished requests to the trace and forget these requests."""
-        if not self._finished:
+    def write(self) -> None:
+        """Move the rows of finished requests to the trace's next shard, and forget these requests."""
+        if not self._finished:  # all rows need not be scanned
             return
         finished, self._finished = self._finished, {}
-        self._num_finished = 0
         parts = self._store.pop(list(finished))
         self._requests.release(list(finished))
         for (prompt, length), rows in zip(finished.values(), parts, strict=True):
-            self._append(prompt, rows.where(rows.positions < length))
+            if len(rows):
+                self._append(prompt, rows.where(rows.positions < length))
 
     def _append(self, prompt: np.ndarray, rows: Rows) -> None:
         """Append a request to the trace, unless it then held more than `max_tokens`."""

@@ -5,7 +5,7 @@ bounded; a token is recorded once, however often it ran. An adaptor makes a `Liv
 each attention group, whose ranks see the same tokens:
 
     recorder = LiveRecorder(folder, fingerprint, rank)
-    if recorder.poll():                            # every forward pass; a thread of its own reads the control file
+    if recorder.poll():                            # every forward pass; a thread reads the control file
         recorder.observe(requests, rows)
     recorder.finish(request, prompt_ids)           # whenever a request ends; cheap while off
     recorder.close()
@@ -39,7 +39,7 @@ from semmoe.topology import Fingerprint
 from semmoe.traces.trace import TraceHeader
 
 LOOK_SECONDS = 0.2  # between reads of the control file
-STATUS_LOOKS = 5  # looks between writes of the status
+STATUS_LOOKS = 5  # looks between collecting requests that ended, which scans all rows, and writing the status
 SAVE_LOOKS = 25  # looks between writes of the trace, since engines end ranks without notice
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class LiveRecorder:
         return self.recording
 
     def look(self) -> None:
-        """Act on the control file, and write what is due; to be called every LOOK_SECONDS."""
+        """Act on the control file, and write a status or a shard that is due. Call it every LOOK_SECONDS."""
         with self._guard():
             if not self._closed:
                 self._look()
@@ -159,6 +159,7 @@ class LiveRecorder:
         if self._looks % SAVE_LOOKS == SAVE_LOOKS - 1:
             memory.save()
         if self._looks % STATUS_LOOKS == 0:
+            memory.write()
             with contextlib.suppress(OSError):  # a full disk ends the run when the trace is written
                 write_status(self.folder, self.status)
         self._looks += 1
