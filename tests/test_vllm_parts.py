@@ -183,8 +183,8 @@ def test_a_replayed_graph_tells_the_routing_of_its_own_pass():
     assert passes.hooked
     given = torch.arange(6).reshape(3, 2)
     passes.put(0, given)
+    both = runner([5, 1], [7, 0], [1, 1], [6, 1], ["b", "c"])
     for start in (10, 20):
-        both = runner([5, 1], [7, 0], [1, 1], [6, 1], ["b", "c"])
         passes.begin(Pass(lambda: read_step(both, Slots(), 2), decodes=True))
         told[:3, 0] = given + start  # a replay
         passes.end()
