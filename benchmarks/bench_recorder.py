@@ -59,11 +59,11 @@ def measure(kind: str, f: Fingerprint, tokens: int, **options: object) -> dict[s
         recorder = LiveRecorder(Path(folder) / "control", f, 0)
         open_folder(recorder.folder)
         write_control(recorder.folder, Control(run="bench", recording=True, **options))
-        while not recorder.poll():
+        while not recorder.recording:
             time.sleep(0.01)
         for (names, rows, positions), ended in {"decode": decode, "prefill": prefill}[kind](tokens):
             begin = time.perf_counter()
-            if recorder.poll():
+            if recorder.recording:
                 before = time.thread_time()
                 recorder.observe(names, Rows(rows, positions, ids[: len(rows)], experts[: len(rows)]))
                 observe += time.thread_time() - before
@@ -85,9 +85,6 @@ class Dropped:
 
     def __init__(self, recording: bool) -> None:
         self.recording = recording
-
-    def poll(self) -> bool:
-        return self.recording
 
     def observe(self, *told: object) -> None: ...
 

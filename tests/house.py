@@ -34,7 +34,7 @@ ROOMS = {
     "runtime": 2316,
     "checkpoint": 1294,
     "engines": 6559,
-    "live": 2068,
+    "live": 2065,
     "gateway": 349,
     "report": 664,
     "cli": 2560,

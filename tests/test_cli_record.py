@@ -268,7 +268,7 @@ from semmoe.live.recorder.recorder import LiveRecorder
 recorder = LiveRecorder(Path(sys.argv[1]), Fingerprint(model="m", architecture_hash="a", tokenizer_hash="t",
                         vocab_size=50, num_layers=2, num_experts=8, top_k=2), 0)
 print("ready", flush=True)
-while not recorder.poll():
+while not recorder.recording:
     time.sleep(0.01)
 recorder.observe(["a"], Rows(np.zeros(3, int), np.arange(3), np.arange(3), np.tile([0, 1], (3, 2, 1))))
 recorder.finish("a", [0, 1])

@@ -35,7 +35,7 @@ class Looking(LiveRecorder):
 
     def poll(self) -> bool:
         self.look()
-        return super().poll()
+        return self.recording
 
 
 def recorder(folder: Path, rank: int = 0, fingerprint=F) -> LiveRecorder:
@@ -159,16 +159,16 @@ def test_requests_that_ended_are_written_at_every_fifth_look(tmp_path):
 
 def test_a_thread_sees_the_control_file_without_traffic(tmp_path):
     live = LiveRecorder(tmp_path / "control", F, 0)
-    assert not live.poll()
+    assert not live.recording
     control = start(tmp_path)
-    eventually(live.poll, 20, 0.05)
+    eventually(lambda: live.recording, 20, 0.05)
     stop(tmp_path, control)
     eventually(lambda: read_status(status_path(tmp_path / "control", 0)).state == "stopped", 20, 0.05)
     assert not live.recording
     live.close()
     start(tmp_path)
     time.sleep(2 * recorder_module.LOOK_SECONDS)
-    assert not live.poll()
+    assert not live.recording
 
 
 @given(st.integers(0, 9999))

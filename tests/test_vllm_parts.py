@@ -158,7 +158,7 @@ def test_rejected_drafts_do_not_stand():
     step = read_step(given, Slots(), 7)
     sampled = np.array([[6, 3, -1, -1], [-1, -1, -1, -1], [9, -1, -1, -1]])
     assert accepted(step, [3, 0, 0], sampled).tolist() == [True, True, False, False, True, True, True]
-    seen, passes = [], PassRecorder(SimpleNamespace(poll=lambda: True, observe=lambda *call: seen.append(call)), 1)
+    seen, passes = [], PassRecorder(SimpleNamespace(recording=True, observe=lambda *call: seen.append(call)), 1)
     passes.begin(Pass(lambda: step, decodes=False))
     passes.put(0, torch.arange(14).reshape(7, 2))
     passes.end()
@@ -178,7 +178,7 @@ def test_a_replayed_graph_tells_the_routing_of_its_own_pass():
     """Hooks run once, while the pass is captured; what they captured writes to the same buffer in every replay."""
     seen, told = [], torch.zeros((4, 1, 2), dtype=torch.int32)
     passes = PassRecorder(
-        SimpleNamespace(poll=lambda: True, observe=lambda _, rows: seen.append(rows.expert_ids)), 1, told
+        SimpleNamespace(recording=True, observe=lambda _, rows: seen.append(rows.expert_ids)), 1, told
     )
     assert passes.hooked
     given = torch.arange(6).reshape(3, 2)

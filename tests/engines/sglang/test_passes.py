@@ -99,9 +99,6 @@ class Listener:
     def __init__(self):
         self.tokens = []
 
-    def poll(self):
-        return True
-
     def observe(self, requests, rows):
         self.tokens += rows.token_ids.tolist()
 

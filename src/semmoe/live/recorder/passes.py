@@ -38,7 +38,7 @@ class PassRecorder:
         return self._buffer is not None or self.recording
 
     def begin(self, this: Pass) -> None:
-        step = this.step if self._recorder.poll() else None
+        step = this.step if self._recorder.recording else None
         self._step = step if step is not None and step.num_tokens and not step.guesses else None
         if self._buffer is not None and self._step is not None:
             self._buffer.fill_(UNSEEN)  # a pass whose routing is not told must not leave that of the pass before

@@ -5,7 +5,7 @@ bounded; a token is recorded once, however often it ran. An adaptor makes a `Liv
 each attention group, whose ranks see the same tokens:
 
     recorder = LiveRecorder(folder, fingerprint, rank)
-    if recorder.poll():                            # every forward pass; a thread reads the control file
+    if recorder.recording:                         # every forward pass; a thread reads the control file
         recorder.observe(requests, rows)
     recorder.finish(request, prompt_ids)           # whenever a request ends; cheap while off
     recorder.close()
@@ -73,6 +73,7 @@ class LiveRecorder:
 
     @property
     def recording(self) -> bool:
+        """Whether forward passes are to be observed now."""
         return self._memory is not None
 
     @property
@@ -83,10 +84,6 @@ class LiveRecorder:
             return self._status
         cost = self._cpu_ns / 1e3 / max(1, self._status.tokens_seen)
         return self._status.model_copy(update=memory.usage() | {"cpu_us_per_token": round(cost, 3)})
-
-    def poll(self) -> bool:
-        """Whether this forward pass is to be observed."""
-        return self.recording
 
     def look(self) -> None:
         """Act on the control file, and write a status or a shard that is due. Call it every LOOK_SECONDS."""
