@@ -34,7 +34,7 @@ class CoclusterSettings(Checked):
     remote_node: float = number(1.0, 0, 1e6)  # additional cost of a row that leaves the node
     # gain per token of its layer that the move of an expert to another rank must bring, if there is a previous plan
     move_cost: float = number(0.001, 0, 1e6)
-    # highest price of a rank's load above the cap, per unit of mean load, where other nodes cost as much as other ranks
+    # highest price of a rank's load above the cap, per unit of mean load, at the default costs on one node
     load_price: float = number(5.0, 0, 1e6)
     starts: int = number(6, 1, 1000)  # rough searches of a layer
     kept: int = number(2, 1, 1000)  # of which so many go on at each price of load

@@ -33,6 +33,7 @@ from semmoe.traces.split import draw_requests
 # Prices of load: of rough searches, relative to the highest price; of finer ones, relative to the price at which rough
 # layouts meet the limit, or to the least of theirs where the cheapest of them meet it.
 ROUGH_PRICES, FINER_PRICES, LOWER_PRICES = (0.6, 0.2, 1.0), (0.6, 1.0, 1.4), (0.05, 0.15, 0.5)
+DEFAULT_COST = 2.0  # of a pair alone on another rank of the node: the pair and its row, each with weight 1
 WARM_PRICE = 0.7  # of the one search that begins from a plan, relative to the highest price
 MEASURED_TOKENS, MEASURED_BATCHES = 1 << 16, 32
 HELD_OUT = 0.25  # of the requests: where layouts that are fitted to requests compete with such as are not
@@ -187,7 +188,7 @@ def place(
 def _search(layers: _Layers, num_layers: int) -> list[Measured]:
     """Search all layers, side by side, and choose a layout for each."""
     settings = layers.settings
-    limit, highest = settings.load_limit, settings.load_price * _dearness(layers.costs, layers.problem.topology)
+    limit, highest = settings.load_limit, settings.load_price * _price_scale(layers.costs, layers.problem.topology)
     shares = ROUGH_PRICES if layers.before is None else (WARM_PRICE,)
     rough_prices = [highest * share for share in shares] if limit else [0.0]
     with ThreadPoolExecutor(cpu_count()) as pool:
@@ -201,13 +202,12 @@ def _search(layers: _Layers, num_layers: int) -> list[Measured]:
     return chosen
 
 
-def _dearness(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
-    """Return what a pair on another node costs in units of one inside, which the price of load follows; 1 for one node.
+def _price_scale(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
+    """Return what a remote pair costs in units of the default costs' on one node, which the price of load follows.
 
-    Else rows between nodes would outweigh any load.
+    Else rows that cost more, or rows between nodes, would outweigh any load.
     """
-    near, far = near_and_far(costs, topology)
-    return max(far / near, 1.0) if near > 0 else 1.0
+    return max(near_and_far(costs, topology)) / DEFAULT_COST
 
 
 def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
