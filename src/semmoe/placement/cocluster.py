@@ -207,7 +207,7 @@ def _price_scale(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
 
     Else rows that cost more, or rows between nodes, would outweigh any load.
     """
-    return max(near_and_far(costs, topology)) / DEFAULT_COST
+    return max(near_and_far(costs, topology)) / DEFAULT_COST or 1.0  # one rank has no remote pairs
 
 
 def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
