@@ -523,7 +523,7 @@ def test_token_ids_outside_the_vocabulary_and_lone_surrogates_are_left_out(token
     [
         ([], "there is no prompt"),
         ([[1], []], "prompt 1 holds no token"),
-        ([[1], [2, 5, 3]], "token id 5 is out of range for a vocabulary of 5"),
+        ([[1], [2, 5, 3]], "token id 5 is out of range for 5 vocabulary entries"),
         ([[4, -1, 0]], "token id -1 is out of range"),
     ],
 )

@@ -189,14 +189,9 @@ def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
     rows = np.tile(np.arange(placed.shape[1], dtype=np.int32) % plan.fingerprint.num_experts, (depth, 1))
     rows[indices] = placed
     save_text(out, json.dumps({MAP_KEY: rows.tolist()}))
-    return sglang_flags(plan, out)
-
-
-def sglang_flags(plan: Plan, location: Path) -> list[str]:
-    """Flags that give SGLang this plan's topology and the placement in the file `location`."""
-    topology, redundant = plan.topology, plan.placement.redundant_experts
-    flags = ["--tp-size", str(topology.ep_size), "--ep-size", str(topology.ep_size)]
-    if topology.dp_size > 1:
-        flags += ["--dp-size", str(topology.dp_size), "--enable-dp-attention"]
-    flags += ["--init-expert-location", str(location)]
+    ranks, redundant = str(plan.topology.ep_size), plan.placement.redundant_experts
+    flags = ["--tp-size", ranks, "--ep-size", ranks]
+    if plan.topology.dp_size > 1:
+        flags += ["--dp-size", str(plan.topology.dp_size), "--enable-dp-attention"]
+    flags += ["--init-expert-location", str(out)]
     return flags + (["--ep-num-redundant-experts", str(redundant)] if redundant else [])

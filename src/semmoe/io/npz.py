@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
+from semmoe.io.bounds import whole_numbers
 from semmoe.io.files import read_limited
 from semmoe.topology import Fingerprint
 
@@ -115,13 +116,6 @@ def _size(arrays: dict[str, np.ndarray], name: str, default: int) -> int:
     if stated.size != 1:
         raise ValueError(f"{name} has shape {stated.shape}, expected a number")
     return int(stated.reshape(()))
-
-
-def whole_numbers(name: str, array: np.ndarray) -> np.ndarray:
-    """The array itself. Raises ValueError unless its type is an integer's."""
-    if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} are {array.dtype}, expected integers")
-    return array
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:

@@ -34,11 +34,10 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.engines.private import check_folder, open_folder
-from semmoe.io.files import array_shape
 from semmoe.live.recorder.files import CONTROL, Control, Status, rank_folder, read_control, write_status
 from semmoe.live.recorder.memory import MOST_POSITION, Memory, Rows
 from semmoe.topology import Fingerprint
-from semmoe.traces.trace import TraceHeader, TraceWriter, shard_paths
+from semmoe.traces.trace import TraceHeader, TraceWriter, num_tokens
 
 LOOK_SECONDS = 0.2  # between reads of the control file
 STATUS_SECONDS = 1.0
@@ -177,7 +176,7 @@ class LiveRecorder:
         writer = TraceWriter(path, header, shard_tokens=NEVER, private=True)
         memory = Memory(control, self._status, writer)
         self._status.requests = writer.num_requests
-        self._status.tokens = sum(array_shape(shard, "token_ids")[0] for shard in shard_paths(path))
+        self._status.tokens = num_tokens(path)
         self._status.state, self._memory = "recording", memory
         self._next_status, self._next_save = now, now + SAVE_SECONDS
         if self._watch:
