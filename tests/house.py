@@ -17,12 +17,12 @@ OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
 TOTAL, FILE, FUNCTION = 26_356, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
-    "core.py": 273,
+    "core.py": 272,
     "topology.py": 107,
     "settings.py": 219,
-    "plan.py": 198,
+    "plan.py": 188,
     "solver.py": 159,
-    "io": 637,
+    "io": 649,
     "numeric": 213,
     "traces": 1210,
     "tokens": 1070,
@@ -32,8 +32,8 @@ ROOMS = {
     "costs": 826,
     "evaluation": 688,
     "runtime": 2316,
-    "checkpoint": 1246,
-    "engines": 6940,
+    "checkpoint": 1226,
+    "engines": 6936,
     "live": 2045,
     "gateway": 349,
     "report": 900,

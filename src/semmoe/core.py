@@ -128,8 +128,7 @@ class Placement(Checked):
         layers, physical = self.physical_to_logical_map.shape
         if physical < self.num_experts:
             raise ValueError(f"{physical} physical experts cannot hold {self.num_experts} experts")
-        if physical % self.ep_size != 0:
-            raise ValueError(f"ep_size {self.ep_size} does not divide {physical} physical experts")
+        physical_experts(self.num_experts, physical - self.num_experts, self.ep_size)
         check_table("layers x ranks x experts", layers, self.ep_size, self.num_experts)
         check_table("layers x physical experts", layers, physical)
         check_range("expert id", self.physical_to_logical_map, self.num_experts, "experts")

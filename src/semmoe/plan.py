@@ -1,6 +1,5 @@
 """Save and load plans: a directory with `plan.json`, for people and checks, and `plan.safetensors`, for all arrays."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from semmoe.core import Placement, Plan
 from semmoe.io.bounds import Declared, array_names, arrays_of, check_shape, number_types, numbers_of
-from semmoe.io.files import (
-    MOST_JSON_BYTES,
-    atomic_directory,
-    check_output,
-    load_arrays,
-    load_json,
-    read_limited,
-    save_arrays,
-    save_json,
-)
+from semmoe.io.files import atomic_directory, check_output, load_arrays, load_json, read_object, save_arrays, save_json
 from semmoe.paper.policies import PaperTable, PaperTables
 from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.tokens.slices import ByPosition, PathScores
@@ -121,8 +111,8 @@ def load_plan(path: Path | str) -> Plan:
 def _check_version(path: Path) -> None:
     """Raise ValueError for a plan of another schema version; the message says how to make it again."""
     try:
-        version = json.loads(read_limited(path / "plan.json", MOST_JSON_BYTES))["schema_version"]
-    except (OSError, ValueError, KeyError, TypeError):
+        version = read_object(path / "plan.json")["schema_version"]
+    except (OSError, ValueError, KeyError):
         return  # load_json says what is wrong
     if version not in READABLE:
         raise ValueError(

@@ -24,22 +24,13 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.checkpoint.directory import (
-    EXPERT_FIELDS,
-    INDEX,
-    Checkpoint,
-    config_count,
-    open_checkpoint,
-    other_files,
-    read_object,
-    refuse_adapter,
-)
+from semmoe.checkpoint.directory import EXPERT_FIELDS, INDEX, Checkpoint, config_count, open_checkpoint, other_files
 from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
 from semmoe.checkpoint.shards import Progress, Stage, Tensor, write_shard
 from semmoe.checkpoint.verify import verify
 from semmoe.core import Plan
 from semmoe.io.bounds import check_range
-from semmoe.io.files import atomic_directory, check_output, save_json
+from semmoe.io.files import atomic_directory, check_output, read_object, save_json
 
 RECORD = "semmoe_relabelling.json"
 ONE_EXPERT = re.compile(
@@ -125,7 +116,6 @@ def _record(plan: Plan, layers: list[MoeLayer], plan_hash: str) -> Record:
 def _open_source(model: Path) -> Checkpoint:
     source = open_checkpoint(model)
     other_files(source)  # refuses what cannot be copied, before anything else is read
-    refuse_adapter(model)
     if (model / RECORD).exists():
         raise ValueError(f"{model} is relabelled already: apply the plan to the original model")
     return source

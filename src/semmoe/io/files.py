@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import gzip
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -209,6 +210,18 @@ def parse_json(path: Path, content: bytes, model: type[Model]) -> Model:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
         raise ValueError(f"{path} is not valid: {where}: {first['msg']}") from None
+
+
+def read_object(path: Path, limit: int = MOST_JSON_BYTES) -> dict[str, Any]:
+    """A JSON object from a file; raises ValueError if it is anything else."""
+    content = read_limited(path, limit)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
 
 
 def read_limited(path: Path, limit: int) -> bytearray:

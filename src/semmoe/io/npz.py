@@ -1,6 +1,5 @@
 """Read a trace from an `.npz` file, in one of the layouts of `docs/formats.md`."""
 
-import json
 import math
 import zipfile
 from pathlib import Path
@@ -9,7 +8,7 @@ import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.io.bounds import whole_numbers
-from semmoe.io.files import read_limited
+from semmoe.io.files import read_object
 from semmoe.topology import Fingerprint
 
 LOOKAHEAD_REMOVED = "look-ahead ids are no longer read: make the trace again with `semmoe profile`"
@@ -135,8 +134,8 @@ def _meta_vocabulary(path: Path) -> int | None:
     meta = path.with_suffix(".meta.json.gz")
     if not meta.exists():
         return None
-    content = read_limited(meta, MAX_META_BYTES)
+    content = read_object(meta, MAX_META_BYTES)
     try:
-        return len(json.loads(content)["vocab"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return len(content["vocab"])
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{meta} is not a valid meta file ({type(error).__name__}: {error})") from None
