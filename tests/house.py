@@ -17,14 +17,14 @@ OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
 TOTAL, FILE, FUNCTION = 26_356, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
-    "core.py": 272,
+    "core.py": 271,
     "topology.py": 107,
     "settings.py": 219,
     "plan.py": 188,
     "solver.py": 159,
     "io": 649,
     "numeric": 213,
-    "traces": 1210,
+    "traces": 1202,
     "tokens": 1070,
     "requests": 713,
     "placement": 2710,

@@ -23,6 +23,7 @@ from semmoe.io.bounds import Checked, Declared, check_offsets, check_range, chec
 from semmoe.topology import Fingerprint, Topology, physical_experts
 
 PREFILL, DECODE = 0, 1
+PER_TOKEN = ("token_ids", "expert_ids", "phase")  # the arrays of a trace that have a row for each token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,7 @@ class RoutingTrace:
         prompt_rows, prompt_offsets = _ragged_rows(self.prompt_offsets, requests)
         return replace(
             self,
-            token_ids=self.token_ids[rows],
-            expert_ids=self.expert_ids[rows],
-            phase=self.phase[rows],
+            **{name: getattr(self, name)[rows] for name in PER_TOKEN},
             request_offsets=offsets,
             prompt_ids=self.prompt_ids[prompt_rows],
             prompt_offsets=prompt_offsets,

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from semmoe.core import DECODE, PREFILL, RoutingTrace
+from semmoe.core import DECODE, PER_TOKEN, PREFILL, RoutingTrace
 from semmoe.io.bounds import whole_numbers
 from semmoe.io.files import load_array, load_arrays, load_json, save_arrays, save_json
 from semmoe.io.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz
@@ -23,7 +23,6 @@ from semmoe.traces.routing import Tally, impossible_tokens
 SCHEMA = 2
 READABLE = (1, 2)
 HASHED = "hashed.safetensors"  # tables of hash-routed layers, which earlier traces hold
-PER_TOKEN = ("token_ids", "expert_ids", "phase")
 ARRAYS = {*PER_TOKEN, "request_lengths", "prompt_ids", "prompt_lengths"}
 
 
