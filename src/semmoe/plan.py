@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from semmoe.core import Placement, Plan
-from semmoe.io.bounds import Declared, array_names, arrays_of, check_shape, number_types, numbers_of
+from semmoe.io.bounds import Declared, array_names, check_shape, number_types
 from semmoe.io.files import atomic_directory, check_output, load_arrays, load_json, read_object, save_arrays, save_json
 from semmoe.paper.policies import PaperTable, PaperTables
 from semmoe.requests.policy import PromptScores, RoundRobin
@@ -47,13 +47,20 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     """Write `plan` as a directory, atomically; an older plan at `path` is replaced."""
     path = Path(path)
     check_plan_output(path, force=True)
+    arrays = {"physical_to_logical_map": plan.placement.physical_to_logical_map}
+    optional = {"static_dispatch": plan.placement.static_dispatch, "profiled_requests": plan.profiled_requests}
+    arrays |= {name: array for name, array in optional.items() if array is not None}
+    stated: dict[str, Any] = {}
+    for what in KINDS:
+        policy = getattr(plan, what)
+        arrays |= {f"{what}.{name}": getattr(policy, name) for name in array_names(type(policy))}
+        stated[what] = {name: getattr(policy, name) for name in ("kind", *number_types(type(policy)))}
     header = PlanHeader(
         method=plan.method,
         topology=plan.topology,
         fingerprint=plan.fingerprint,
         settings=plan.settings,
-        tokens={"kind": plan.tokens.kind, **numbers_of(plan.tokens)},
-        requests={"kind": plan.requests.kind, **numbers_of(plan.requests)},
+        **stated,
         static_dispatch=plan.placement.static_dispatch is not None,
         copy_choice=plan.placement.copy_choice,
         shuffle_from=plan.shuffle_from,
@@ -61,11 +68,6 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         trace_hash=plan.trace_hash,
         expected=plan.expected,
     )
-    arrays = {"physical_to_logical_map": plan.placement.physical_to_logical_map}
-    optional = {"static_dispatch": plan.placement.static_dispatch, "profiled_requests": plan.profiled_requests}
-    arrays |= {name: array for name, array in optional.items() if array is not None}
-    for what in KINDS:
-        arrays |= {f"{what}.{name}": array for name, array in arrays_of(getattr(plan, what)).items()}
     with atomic_directory(path) as staged:
         save_json(staged / "plan.json", header)
         save_arrays(staged / "plan.safetensors", arrays)

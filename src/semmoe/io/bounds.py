@@ -110,16 +110,6 @@ class Declared:
             raise ValueError(f"{name} holds a value outside {self.low} to {self.high}")
 
 
-def arrays_of(policy: Any) -> dict[str, np.ndarray]:
-    """The arrays of a policy by name."""
-    return {name: getattr(policy, name) for name in array_names(type(policy))}
-
-
-def numbers_of(policy: Any) -> dict[str, Any]:
-    """The fields of a policy that are not arrays, by name."""
-    return {name: getattr(policy, name) for name in number_types(type(policy))}
-
-
 def array_names(kind: Any) -> list[str]:
     """Names of the fields of a policy's class that are arrays."""
     return [one.name for one in fields(kind) if one.type is np.ndarray]
