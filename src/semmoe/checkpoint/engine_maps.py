@@ -143,16 +143,8 @@ def plan_of(kind: str, experts: Experts, model: Model, topology: Topology, redun
     else:
         load = _load(model.moe_rows(rows), f.num_experts)
         placement, method = eplb.place(load, topology.ep_size, redundant, f.num_groups, topology.num_nodes), "eplb"
-    made = placement_alone(placement, topology)
-    return Plan(
-        topology=topology,
-        placement=placement,
-        tokens=made.tokens,
-        requests=made.requests,
-        fingerprint=f,
-        method=method,
-        settings={"method": method, "redundant_experts": placement.redundant_experts},
-    )
+    settings = {"method": method, "redundant_experts": placement.redundant_experts}
+    return placement_alone(placement, topology).plan(topology, f, method, settings=settings)
 
 
 def _mapped(rows: np.ndarray, num_devices: int | None, num_experts: int, ep_size: int) -> Placement:
