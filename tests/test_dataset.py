@@ -236,6 +236,7 @@ BAD = [
     ('{"prompt": []}', "an empty prompt"),
     ('{"prompt": [1, "2"]}', "neither text nor token ids"),
     ('{"prompt": [true]}', "neither text nor token ids"),
+    ('{"prompt": [1, true]}', "neither text nor token ids"),
     ('{"prompt": ["a", ""]}', "an empty prompt"),
     ('{"prompt": 7}', "neither text nor token ids"),
     ('{"answer": "a"}', r"no messages, conversations or prompt: only \['answer'\]"),
