@@ -15,7 +15,7 @@ from lab.layer import layer_parts
 from lab.methods import short
 from semmoe.cli.demo import MODEL, demo_prompts
 from semmoe.core import Placement, Plan
-from semmoe.io.bounds import arrays_of
+from semmoe.io.bounds import array_names
 from semmoe.settings import DemoSettings, GenerateSettings
 from semmoe.topology import Topology
 
@@ -365,7 +365,7 @@ def tables_memory(inputs: Inputs) -> Result:
 
 def table_bytes(plan: Plan) -> int:
     """All arrays of the plan's schedule."""
-    return sum(array.nbytes for array in arrays_of(plan.tokens).values())
+    return sum(getattr(plan.tokens, name).nbytes for name in array_names(type(plan.tokens)))
 
 
 LIVE = "4 processes"

@@ -52,14 +52,16 @@ def test_topology_refuses_a_group_number_that_contradicts_the_attention(attentio
 
 def test_fingerprints_differ_in_anything_but_the_name():
     mine = make_fingerprint()
-    assert mine.mismatch(replace(mine, model="renamed")) is None
+    mine.check_same(replace(mine, model="renamed"), "t:")
     for size in ("hidden_size", "expert_size"):
-        known = replace(mine, **{size: 64})
-        assert known.mismatch(replace(mine, **{size: 0})) is None  # 0: not known
-        assert replace(mine, **{size: 0}).mismatch(known) is None
-        assert size in known.mismatch(replace(mine, **{size: 32}))
+        known, unknown = (replace(mine, **{size: value}) for value in (64, 0))  # 0: not known
+        known.check_same(unknown, "t:")
+        unknown.check_same(known, "t:")
+        with pytest.raises(ValueError, match=f"^t: {size} is 64 there and 32 here"):
+            known.check_same(replace(mine, **{size: 32}), "t:")
     for field, value in (("architecture_hash", "b"), ("tokenizer_hash", "u"), ("num_experts", 5), ("num_groups", 2)):
-        assert field in mine.mismatch(replace(mine, **{field: value}))
+        with pytest.raises(ValueError, match=f"^t: {field} is"):
+            mine.check_same(replace(mine, **{field: value}), "t:")
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,7 @@ BAD = [
     ('{"prompt": []}', "an empty prompt"),
     ('{"prompt": [1, "2"]}', "neither text nor token ids"),
     ('{"prompt": [true]}', "neither text nor token ids"),
+    ('{"prompt": [1, true]}', "neither text nor token ids"),
     ('{"prompt": ["a", ""]}', "an empty prompt"),
     ('{"prompt": 7}', "neither text nor token ids"),
     ('{"answer": "a"}', r"no messages, conversations or prompt: only \['answer'\]"),
@@ -523,7 +524,7 @@ def test_token_ids_outside_the_vocabulary_and_lone_surrogates_are_left_out(token
     [
         ([], "there is no prompt"),
         ([[1], []], "prompt 1 holds no token"),
-        ([[1], [2, 5, 3]], "token id 5 is out of range for a vocabulary of 5"),
+        ([[1], [2, 5, 3]], "token id 5 is out of range for 5 vocabulary entries"),
         ([[4, -1, 0]], "token id -1 is out of range"),
     ],
 )

@@ -89,7 +89,9 @@ def test_a_node_with_another_plan_does_not_start(tmp_path, right):
     command = f"cat {plan}/plan.json {plan}/plan.safetensors | sha256sum | cut -d ' ' -f 1"
     known = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True).stdout.strip()
     text = script("plan").replace("/plan/", f"{plan}/").replace("--plan /plan", f"--plan {plan}")
-    text = text.replace("serve /model", f"serve {MODEL}").replace("doctor --engine vllm", "doctor --engine transformers")
+    text = text.replace("serve /model", f"serve {MODEL}").replace(
+        "doctor --engine vllm", "doctor --engine transformers"
+    )
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     environment = {"PLAN_SHA256": known if right else "0" * 64, "PATH": path, "HOME": str(tmp_path)}
     done = subprocess.run(["sh", "-ec", text], env=environment, capture_output=True, text=True)

@@ -26,7 +26,8 @@ def write(trace, path, shard_tokens=50):
     """A trace of many shards; returns its path."""
     header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash="", settings={})
     with TraceWriter(path, header, shard_tokens=shard_tokens) as writer:
-        writer.append_all(trace)
+        for request in range(trace.num_requests):
+            writer.append_one(trace, request)
     return path
 
 

@@ -104,8 +104,10 @@ def test_profile_resumes_where_it_was_stopped(checkpoints, tmp_path):
 def test_fingerprint_tells_models_and_tokenizers_apart(checkpoints):
     mixtral = fingerprint_of(build("mixtral", checkpoints))
     qwen = fingerprint_of(build("qwen3_moe", checkpoints))
-    assert "expert_size is 48" in mixtral.mismatch(qwen)  # a size says more than a hash
-    assert "architecture_hash" in replace(mixtral, architecture_hash="other").mismatch(mixtral)
+    with pytest.raises(ValueError, match="expert_size is 48"):  # a size says more than a hash
+        mixtral.check_same(qwen, "t:")
+    with pytest.raises(ValueError, match="architecture_hash"):
+        replace(mixtral, architecture_hash="other").check_same(mixtral, "t:")
     assert mixtral.tokenizer_hash == qwen.tokenizer_hash
     assert fingerprint_of(build("deepseek_v2", checkpoints)).num_groups == 4
     assert fingerprint_of(build("deepseek_v2", checkpoints)).num_layers == 2

@@ -19,10 +19,11 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from semmoe.io.bounds import Declared, check_offsets, check_range, check_table
-from semmoe.topology import Fingerprint, Topology
+from semmoe.io.bounds import Checked, Declared, check_offsets, check_range, check_shape, check_table, choice, number
+from semmoe.topology import Fingerprint, Topology, physical_experts
 
 PREFILL, DECODE = 0, 1
+PER_TOKEN = ("token_ids", "expert_ids", "phase")  # the arrays of a trace that have a row for each token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +41,8 @@ class RoutingTrace:
 
     def __post_init__(self) -> None:
         f, tokens = self.fingerprint, len(self.token_ids)
-        shape = (tokens, f.num_layers, f.top_k)
-        if self.expert_ids.shape != shape:
-            raise ValueError(f"expert_ids has shape {self.expert_ids.shape}, expected {shape}")
-        if self.phase.shape != (tokens,):
-            raise ValueError(f"phase has shape {self.phase.shape}, expected {(tokens,)}")
+        check_shape("expert_ids", self.expert_ids, (tokens, f.num_layers, f.top_k))
+        check_shape("phase", self.phase, (tokens,))
         check_range("phase", self.phase, 2, "phases: 0 (prompt) and 1 (decoded)")
         check_offsets("request_offsets", self.request_offsets, tokens)
         check_offsets("prompt_offsets", self.prompt_offsets, len(self.prompt_ids))
@@ -78,9 +76,7 @@ class RoutingTrace:
         prompt_rows, prompt_offsets = _ragged_rows(self.prompt_offsets, requests)
         return replace(
             self,
-            token_ids=self.token_ids[rows],
-            expert_ids=self.expert_ids[rows],
-            phase=self.phase[rows],
+            **{name: getattr(self, name)[rows] for name in PER_TOKEN},
             request_offsets=offsets,
             prompt_ids=self.prompt_ids[prompt_rows],
             prompt_offsets=prompt_offsets,
@@ -114,7 +110,7 @@ def _ragged_rows(offsets: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, n
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class Placement(Checked):
     """The rank of each expert: rank g holds physical experts g * P / G to (g + 1) * P / G of every layer."""
 
     physical_to_logical_map: np.ndarray  # (L, P) int32
@@ -122,18 +118,16 @@ class Placement:
     ep_size: int
     # (L, G, E) int16: the rank whose copy each rank uses first; None: `copychoice.preferred_copies`
     static_dispatch: np.ndarray | None = None
-    copy_choice: str = "static"  # the rule, "static" or "cover": see `copychoice`
+    copy_choice: str = choice("static", ("static", "cover"))  # the rule: see `copychoice`
 
     def __post_init__(self) -> None:
-        if self.copy_choice not in ("static", "cover"):
-            raise ValueError(f"copy_choice must be static or cover, not {self.copy_choice!r}")
+        super().__post_init__()
         if self.physical_to_logical_map.ndim != 2:
             raise ValueError("physical_to_logical_map must be (layers, physical experts)")
         layers, physical = self.physical_to_logical_map.shape
         if physical < self.num_experts:
             raise ValueError(f"{physical} physical experts cannot hold {self.num_experts} experts")
-        if physical % self.ep_size != 0:
-            raise ValueError(f"ep_size {self.ep_size} does not divide {physical} physical experts")
+        physical_experts(self.num_experts, physical - self.num_experts, self.ep_size)
         check_table("layers x ranks x experts", layers, self.ep_size, self.num_experts)
         check_table("layers x physical experts", layers, physical)
         check_range("expert id", self.physical_to_logical_map, self.num_experts, "experts")
@@ -142,9 +136,7 @@ class Placement:
             layer, expert = missing[0]
             raise ValueError(f"expert {expert} of layer {layer} is on no rank")
         if self.static_dispatch is not None:
-            shape = (layers, self.ep_size, self.num_experts)
-            if self.static_dispatch.shape != shape:
-                raise ValueError(f"static_dispatch has shape {self.static_dispatch.shape}, not {shape}")
+            check_shape("static_dispatch", self.static_dispatch, (layers, self.ep_size, self.num_experts))
             check_range("static dispatch rank", self.static_dispatch, self.ep_size, "ranks")
             served = np.take_along_axis(self.hosts, self.static_dispatch.astype(np.int64), axis=1)
             if not served.all():
@@ -157,10 +149,7 @@ class Placement:
     @property
     def logical_replica_count(self) -> np.ndarray:
         """(L, E) int64: copies of each expert."""
-        layers = len(self.physical_to_logical_map)
-        cells = self.physical_to_logical_map + self.num_experts * np.arange(layers)[:, None]
-        counts = np.bincount(cells.ravel(), minlength=layers * self.num_experts)
-        return counts.reshape(layers, self.num_experts)
+        return np.stack([np.bincount(row, minlength=self.num_experts) for row in self.physical_to_logical_map])
 
     @property
     def logical_to_physical_map(self) -> np.ndarray:
@@ -199,9 +188,7 @@ class Placement:
     @classmethod
     def from_labels(cls, expert_ranks: np.ndarray, ep_size: int) -> Placement:
         """Make a placement from rank labels (L, E) with equally many experts per rank, kept in ascending order."""
-        experts = expert_ranks.shape[1]
-        if experts % ep_size != 0:
-            raise ValueError(f"ep_size {ep_size} does not divide {experts} experts")
+        experts = physical_experts(expert_ranks.shape[1], 0, ep_size)
         sizes = (expert_ranks[:, :, None] == np.arange(ep_size)).sum(axis=1)
         assert (sizes == experts // ep_size).all(), "every rank must hold equally many experts"
         order = np.argsort(expert_ranks, axis=1, kind="stable").astype(np.int32)
@@ -218,8 +205,8 @@ class Evidence(Protocol):
         """Number of local (token, expert) pairs that the policy expects if tokens `rows` (B,) go to `slices` (B,)."""
 
 
-class TokenPolicy(Protocol):
-    """Decides the rank of its attention group to which each token's row goes; a dataclass of arrays and numbers."""
+class Policy(Protocol):
+    """Decides where requests or tokens go; a dataclass of arrays and numbers."""
 
     kind: ClassVar[str]  # its name in plan.json
     by_tables: ClassVar[bool]  # False: its decisions do not depend on the tokens
@@ -229,6 +216,10 @@ class TokenPolicy(Protocol):
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) bool: tokens for which only the prior is known; all False if the policy looks up no token."""
+
+
+class TokenPolicy(Policy, Protocol):
+    """Decides the rank of its attention group to which each token's row goes."""
 
     def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
         """(N, S) int32: scores of ranks first_rank to first_rank + S from token ids alone, mean over layers."""
@@ -240,17 +231,8 @@ class TokenPolicy(Protocol):
         """
 
 
-class RequestPolicy(Protocol):
-    """Decides the attention group to which each request goes; a dataclass of arrays and numbers."""
-
-    kind: ClassVar[str]
-    by_tables: ClassVar[bool]
-
-    def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
-        """Same as `TokenPolicy.declared`."""
-
-    def unknown(self, token_ids: np.ndarray) -> np.ndarray:
-        """Same as `TokenPolicy.unknown`, for the tokens of prompts."""
+class RequestPolicy(Policy, Protocol):
+    """Decides the attention group to which each request goes."""
 
 
 NEVER = 1 << 31  # more rows than a pass can have
@@ -260,7 +242,7 @@ PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan:
+class Plan(Checked):
     """What a method decides offline and an engine reads: placement, token policy and request policy."""
 
     topology: Topology
@@ -275,11 +257,7 @@ class Plan:
     profiled_requests: np.ndarray | None = None
     expected: dict[str, Any] | None = None
     # attention-TP: the least rows of a group's pass that is shuffled; passes with fewer keep contiguous slices
-    shuffle_from: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.shuffle_from <= NEVER:
-            raise ValueError(f"shuffle_from must lie between 1 and {NEVER}, not {self.shuffle_from}")
+    shuffle_from: int = number(1, 1, NEVER)
 
     def __repr__(self) -> str:
         placement, layers = self.placement, len(self.placement.physical_to_logical_map)
@@ -290,6 +268,4 @@ class Plan:
 
     def check(self, model: Fingerprint) -> None:
         """Raise ValueError unless this plan was made for `model`."""
-        difference = self.fingerprint.mismatch(model)
-        if difference is not None:
-            raise ValueError(f"this plan was made for another model or tokenizer: {difference}")
+        self.fingerprint.check_same(model, "this plan was made for another model or tokenizer:")

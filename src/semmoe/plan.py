@@ -1,6 +1,5 @@
 """Save and load plans: a directory with `plan.json`, for people and checks, and `plan.safetensors`, for all arrays."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -8,18 +7,9 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.core import Placement, Plan, RequestPolicy, TokenPolicy
-from semmoe.io.bounds import Declared, array_names, arrays_of, number_types, numbers_of
-from semmoe.io.files import (
-    MOST_JSON_BYTES,
-    atomic_directory,
-    check_output,
-    load_arrays,
-    load_json,
-    read_limited,
-    save_arrays,
-    save_json,
-)
+from semmoe.core import Placement, Plan
+from semmoe.io.bounds import Declared, array_names, check_shape, number_types
+from semmoe.io.files import atomic_directory, check_output, load_arrays, load_json, read_object, save_arrays, save_json
 from semmoe.paper.policies import PaperTable, PaperTables
 from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.tokens.slices import ByPosition, PathScores
@@ -31,6 +21,7 @@ MOST_REQUESTS = 1 << 24  # profiled requests whose hashes a plan may hold
 FILES = {"plan.json", "plan.safetensors"}
 TOKENS = {kind.kind: kind for kind in (ByPosition, PathScores, PaperTables)}
 REQUESTS = {kind.kind: kind for kind in (RoundRobin, PromptScores, PaperTable)}
+KINDS: dict[str, dict[str, Any]] = {"tokens": TOKENS, "requests": REQUESTS}
 
 
 class PlanHeader(BaseModel):
@@ -56,13 +47,20 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     """Write `plan` as a directory, atomically; an older plan at `path` is replaced."""
     path = Path(path)
     check_plan_output(path, force=True)
+    arrays = {"physical_to_logical_map": plan.placement.physical_to_logical_map}
+    optional = {"static_dispatch": plan.placement.static_dispatch, "profiled_requests": plan.profiled_requests}
+    arrays |= {name: array for name, array in optional.items() if array is not None}
+    stated: dict[str, Any] = {}
+    for what in KINDS:
+        policy = getattr(plan, what)
+        arrays |= {f"{what}.{name}": getattr(policy, name) for name in array_names(type(policy))}
+        stated[what] = {name: getattr(policy, name) for name in ("kind", *number_types(type(policy)))}
     header = PlanHeader(
         method=plan.method,
         topology=plan.topology,
         fingerprint=plan.fingerprint,
         settings=plan.settings,
-        tokens={"kind": plan.tokens.kind, **numbers_of(plan.tokens)},
-        requests={"kind": plan.requests.kind, **numbers_of(plan.requests)},
+        **stated,
         static_dispatch=plan.placement.static_dispatch is not None,
         copy_choice=plan.placement.copy_choice,
         shuffle_from=plan.shuffle_from,
@@ -70,13 +68,6 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         trace_hash=plan.trace_hash,
         expected=plan.expected,
     )
-    arrays = {"physical_to_logical_map": plan.placement.physical_to_logical_map}
-    if plan.placement.static_dispatch is not None:
-        arrays["static_dispatch"] = plan.placement.static_dispatch
-    if plan.profiled_requests is not None:
-        arrays["profiled_requests"] = plan.profiled_requests
-    arrays |= {f"tokens.{name}": array for name, array in arrays_of(plan.tokens).items()}
-    arrays |= {f"requests.{name}": array for name, array in arrays_of(plan.requests).items()}
     with atomic_directory(path) as staged:
         save_json(staged / "plan.json", header)
         save_arrays(staged / "plan.safetensors", arrays)
@@ -105,17 +96,16 @@ def load_plan(path: Path | str) -> Plan:
         if policy.get("kind") == kind.kind and policy.pop(name, 0) != 0:
             raise ValueError(f"{path}: {name} is no longer read: make the plan again with `semmoe solve`")
     try:
-        kinds = _kind(TOKENS, "tokens", header.tokens), _kind(REQUESTS, "requests", header.requests)
+        kinds = {what: _kind(what, getattr(header, what)) for what in KINDS}
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    token_arrays, request_arrays = (array_names(kind) for kind in kinds)
-    names = {"physical_to_logical_map"}
-    names |= {f"tokens.{name}" for name in token_arrays} | {f"requests.{name}" for name in request_arrays}
+    names = {f"{what}.{name}" for what, kind in kinds.items() for name in array_names(kind)}
+    names |= {"physical_to_logical_map"}
     names |= {"static_dispatch"} if header.static_dispatch else set()
     names |= {"profiled_requests"} if header.profiled_requests else set()
     arrays = load_arrays(path / "plan.safetensors", names)
     try:
-        return _plan(header, arrays)
+        return _plan(header, kinds, arrays)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -123,8 +113,8 @@ def load_plan(path: Path | str) -> Plan:
 def _check_version(path: Path) -> None:
     """Raise ValueError for a plan of another schema version; the message says how to make it again."""
     try:
-        version = json.loads(read_limited(path / "plan.json", MOST_JSON_BYTES))["schema_version"]
-    except (OSError, ValueError, KeyError, TypeError):
+        version = read_object(path / "plan.json")["schema_version"]
+    except (OSError, ValueError, KeyError):
         return  # load_json says what is wrong
     if version not in READABLE:
         raise ValueError(
@@ -132,12 +122,16 @@ def _check_version(path: Path) -> None:
         )
 
 
-def _plan(header: PlanHeader, arrays: dict[str, np.ndarray]) -> Plan:
+def _plan(header: PlanHeader, kinds: dict[str, Any], arrays: dict[str, np.ndarray]) -> Plan:
     topology, f = header.topology, header.fingerprint
-    tokens: TokenPolicy = _policy(TOKENS, "tokens", header.tokens, arrays)
-    requests: RequestPolicy = _policy(REQUESTS, "requests", header.requests, arrays)
-    declared = {f"tokens.{name}": one for name, one in tokens.declared(topology, f).items()}
-    declared |= {f"requests.{name}": one for name, one in requests.declared(topology, f).items()}
+    policies: dict[str, Any] = {}
+    declared: dict[str, Declared] = {}
+    for what, kind in kinds.items():
+        stated = getattr(header, what)
+        fields: dict[str, Any] = {name: arrays[f"{what}.{name}"] for name in array_names(kind)}
+        fields |= {name: stated[name] for name in number_types(kind)}
+        policies[what] = kind(**fields)
+        declared |= {f"{what}.{name}": one for name, one in policies[what].declared(topology, f).items()}
     _check_arrays(arrays, declared, header)
     placement = Placement(
         physical_to_logical_map=arrays["physical_to_logical_map"],
@@ -149,8 +143,7 @@ def _plan(header: PlanHeader, arrays: dict[str, np.ndarray]) -> Plan:
     return Plan(
         topology=topology,
         placement=placement,
-        tokens=tokens,
-        requests=requests,
+        **policies,
         fingerprint=f,
         method=header.method,
         settings=header.settings,
@@ -161,46 +154,37 @@ def _plan(header: PlanHeader, arrays: dict[str, np.ndarray]) -> Plan:
     )
 
 
-def _kind(kinds: dict[str, Any], what: str, stated: dict[str, Any]) -> Any:
-    """The class of a policy from what plan.json states of it.
-
-    Raises ValueError for missing, unknown or mistyped numbers.
-    """
-    kind = stated.get("kind")
+def _kind(what: str, stated: dict[str, Any]) -> Any:
+    """The class of a policy from its entry in plan.json. Raises ValueError for missing, unknown or mistyped numbers."""
+    kinds, kind = KINDS[what], stated.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"{what} are of kind {kind!r}, and this semmoe knows {', '.join(kinds)}")
-    expected = number_types(kinds[stated["kind"]])
+    expected = number_types(kinds[kind])
     differ = sorted(expected.keys() ^ (stated.keys() - {"kind"}))
     if differ:
         raise ValueError(f"{what} of kind {kind} have missing or unknown numbers: {', '.join(differ)}")
     for name, type_ in expected.items():
         if isinstance(stated[name], bool) or not isinstance(stated[name], (int, type_)):
             raise ValueError(f"{name} of {what} must be {type_.__name__}, not {stated[name]!r}")
-    return kinds[stated["kind"]]
-
-
-def _policy(kinds: dict[str, Any], what: str, stated: dict[str, Any], arrays: dict[str, np.ndarray]) -> Any:
-    kind = kinds[stated["kind"]]
-    numbers = {name: stated[name] for name in number_types(kind)}
-    return kind(**{name: arrays[f"{what}.{name}"] for name in array_names(kind)}, **numbers)
+    return kinds[kind]
 
 
 def _check_arrays(arrays: dict[str, np.ndarray], declared: dict[str, Declared], header: PlanHeader) -> None:
     """Raise ValueError unless every array has its declared shape, type and range."""
     f, topology = header.fingerprint, header.topology
     physical = arrays["physical_to_logical_map"].shape[-1:]
-    profiled = arrays["profiled_requests"].shape[:1] if header.profiled_requests else (0,)
-    if not max(profiled, default=0) <= MOST_REQUESTS:
+    profiled = arrays["profiled_requests"].size if header.profiled_requests else 0
+    if profiled > MOST_REQUESTS:
         raise ValueError(f"profiled_requests holds more than {MOST_REQUESTS:,} hashes")
     dispatch = (f.num_layers, topology.ep_size, f.num_experts)
     declared = declared | {
         "physical_to_logical_map": Declared((f.num_layers, *physical), np.int32, 0, f.num_experts - 1),
         "static_dispatch": Declared(dispatch, np.int16, 0, topology.ep_size - 1),
-        "profiled_requests": Declared(profiled, np.uint64, 0, (1 << 64) - 1),
+        "profiled_requests": Declared((profiled,), np.uint64, 0, (1 << 64) - 1),
     }
     for name, array in arrays.items():
-        shape = declared[name].shape
-        if array.ndim == 0 or array.shape != shape:
-            problem = f"{name} has shape {array.shape}, expected {shape}"
-            raise ValueError(f"its tables do not match the model that plan.json names, {f.model!r}: {problem}")
+        try:
+            check_shape(name, array, declared[name].shape)
+        except ValueError as error:
+            raise ValueError(f"its tables do not match the model that plan.json names, {f.model!r}: {error}") from None
         declared[name].check(name, array)

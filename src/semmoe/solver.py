@@ -53,13 +53,10 @@ def solve_problem(problem: Problem) -> Plan:
     with threadpool_limits(1):  # layers run side by side already, and sums depend on how many threads share them
         found: Solution = find_method(settings.method).load()(problem)
     used = _used_settings(settings) | ({} if found.gap is None else {"gap": found.gap})
-    return Plan(
-        topology=problem.topology,
-        placement=found.placement,
-        tokens=found.tokens,
-        requests=found.requests,
-        fingerprint=problem.trace.fingerprint,
-        method=settings.method,
+    return found.plan(
+        problem.topology,
+        problem.trace.fingerprint,
+        settings.method,
         trace_hash=problem.trace.digest(),
         settings=used,
         profiled_requests=np.unique(problem.trace.request_hashes()),

@@ -6,46 +6,33 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from semmoe.io.bounds import (
-    MOST_EXPERTS,
-    MOST_LAYERS,
-    MOST_RANKS,
-    MOST_VOCABULARY,
-    check_numbers,
-    check_table,
-    number,
-    required_number,
-)
+from semmoe.io.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_RANKS, MOST_VOCABULARY, Checked, check_table, number
 
 
 def physical_experts(num_experts: int, redundant: int, ep_size: int) -> int:
     """P, the physical experts of a layer. Raises ValueError, saying which sizes fit, unless ranks divide it evenly."""
     total = num_experts + redundant
-    if total % ep_size != 0 and redundant:
-        fit = ", ".join(str(-num_experts % ep_size + i * ep_size) for i in range(3))
-        raise ValueError(
-            f"ep_size {ep_size} does not divide {total} experts ({num_experts} and {redundant} redundant: {fit}, "
-            "... fit)"
-        )
     if total % ep_size != 0:
-        raise ValueError(f"ep_size {ep_size} does not divide {total} experts")
+        fit = ", ".join(str(-num_experts % ep_size + i * ep_size) for i in range(3))
+        parts = f" ({num_experts} and {redundant} redundant: {fit}, ... fit)" if redundant else ""
+        raise ValueError(f"ep_size {ep_size} does not divide {total} experts{parts}")
     return total
 
 
 @dataclass(frozen=True, kw_only=True)
-class Topology:
+class Topology(Checked):
     """How ranks share the work: experts over `ep_size` ranks, attention over `dp_size` groups of `attn_tp_size`.
 
     Rank g belongs to group g // attn_tp_size and to node g // (ep_size // num_nodes).
     """
 
-    ep_size: int = required_number(1, MOST_RANKS)
+    ep_size: int = number(..., 1, MOST_RANKS)
     dp_size: int = number(1, 1, MOST_RANKS)
     attn_tp_size: int = number(0, 0, MOST_RANKS)  # 0: ep_size // dp_size
     num_nodes: int = number(1, 1, MOST_RANKS)
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         if self.ep_size % self.dp_size != 0:
             raise ValueError(f"dp_size {self.dp_size} does not divide ep_size {self.ep_size}")
         if self.attn_tp_size == 0:
@@ -64,19 +51,14 @@ class Topology:
 
         Raises ValueError for sizes that do not fit together.
         """
-        if attention not in ("tp", "dp", "hybrid"):
+        groups = {"tp": 1, "dp": ep_size, "hybrid": dp_size or 0}.get(attention)
+        if groups is None:
             raise ValueError(f"attention must be tp, dp or hybrid, not {attention!r}")
-        if attention == "hybrid":
-            groups = dp_size or 0
-            if not 1 < groups < ep_size:
-                raise ValueError(f"hybrid attention needs a dp_size between 1 and {ep_size=}, not {dp_size}")
-        else:
-            implied = {"tp": 1, "dp": ep_size}[attention]
-            if dp_size not in (None, implied):
-                raise ValueError(f"attention {attention} has dp_size {implied}, not {dp_size}")
-            dp_size = implied
-        assert dp_size is not None
-        return cls(ep_size=ep_size, dp_size=dp_size, num_nodes=1 if num_nodes is None else num_nodes)
+        if attention == "hybrid" and not 1 < groups < ep_size:
+            raise ValueError(f"hybrid attention needs a dp_size between 1 and {ep_size=}, not {dp_size}")
+        if dp_size not in (None, groups):
+            raise ValueError(f"attention {attention} has dp_size {groups}, not {dp_size}")
+        return cls(ep_size=ep_size, dp_size=groups, num_nodes=1 if num_nodes is None else num_nodes)
 
     @property
     def node_of(self) -> np.ndarray:
@@ -89,22 +71,22 @@ class Topology:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fingerprint:
+class Fingerprint(Checked):
     """The model and tokenizer that a trace or plan was made for; a plan is refused on any other."""
 
     model: str  # a name for people; not compared
     architecture_hash: str  # SHA-256 of the configuration fields that shape routing
     tokenizer_hash: str  # SHA-256 of the vocabulary, token by token
-    vocab_size: int = required_number(1, MOST_VOCABULARY)
-    num_layers: int = required_number(1, MOST_LAYERS)  # MoE layers only
-    num_experts: int = required_number(1, MOST_EXPERTS)
-    top_k: int = required_number(1, MOST_EXPERTS)
+    vocab_size: int = number(..., 1, MOST_VOCABULARY)
+    num_layers: int = number(..., 1, MOST_LAYERS)  # MoE layers only
+    num_experts: int = number(..., 1, MOST_EXPERTS)
+    top_k: int = number(..., 1, MOST_EXPERTS)
     num_groups: int = number(1, 1, MOST_EXPERTS)  # group-limited gating (DeepSeek's n_group)
     hidden_size: int = number(0, 0, 1 << 24)  # 0: not known
     expert_size: int = number(0, 0, 1 << 24)  # width of one expert's feed-forward network; 0: not known
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         check_table("num_layers x num_experts x num_experts", self.num_layers, self.num_experts, self.num_experts)
         check_table("num_layers x vocab_size", self.num_layers, self.vocab_size)
         if self.top_k > self.num_experts:
@@ -112,15 +94,14 @@ class Fingerprint:
         if self.num_experts % self.num_groups != 0:
             raise ValueError(f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
 
-    def mismatch(self, other: Fingerprint) -> str | None:
-        """A description of the first field in which `other` differs, or None. Sizes are compared before hashes.
+    def check_same(self, other: Fingerprint, what: str) -> None:
+        """Raise ValueError with `what` and the first field in which `other` differs. Sizes are compared before hashes.
 
-        In the description "there" is this fingerprint and "here" is `other`.
+        In the message "there" is this fingerprint and "here" is `other`.
         """
         there, here = (f" ({one.model})" if self.model != other.model else "" for one in (self, other))
         for name, mine in sorted(asdict(self).items(), key=lambda field: field[0].endswith("_hash")):
             theirs = getattr(other, name)
             unknown = name in ("hidden_size", "expert_size") and 0 in (mine, theirs)
             if name != "model" and mine != theirs and not unknown:
-                return f"{name} is {mine} there{there} and {theirs} here{here}"
-        return None
+                raise ValueError(f"{what} {name} is {mine} there{there} and {theirs} here{here}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.checkpoint.shards import Shard, Tensor, read_shard
-from semmoe.io.files import MOST_JSON_BYTES, read_limited
+from semmoe.io.files import read_object
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
@@ -65,17 +65,6 @@ def config_file(path: Path) -> Path:
     return path / "config.json"
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises ValueError if it is anything else."""
-    try:
-        value = json.loads(read_limited(path, MOST_JSON_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return value
-
-
 def config_count(config: dict[str, Any], *names: str) -> int:
     """The first of these fields that is set; 0 if none is. Raises ValueError if it is not a count."""
     value = next((config[name] for name in names if config.get(name) is not None), 0)
@@ -110,7 +99,7 @@ def _is_shard(file: Any) -> bool:
     return isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors") and "\0" not in file
 
 
-def refuse_adapter(path: Path) -> None:
+def _refuse_adapter(path: Path) -> None:
     """Raise ValueError if the directory has a LoRA adapter that changes experts or gates.
 
     Such an adapter uses the old expert numbers, in tensor names or in the order of rows, so that after relabelling it
@@ -129,8 +118,8 @@ def other_files(source: Checkpoint) -> tuple[dict[str, Path], list[str]]:
     """The files to copy without change, by name relative to the directory: configuration, tokenizer, code, license.
 
     Weights in other files (another format, another folder) are left out, because they use the old expert numbers and
-    an engine could load them: their names come second. Raises ValueError for an entry that is neither a file nor a
-    folder, and for a link out of the directory, which could copy any file of this machine.
+    an engine could load them: their names come second. Raises ValueError for a LoRA adapter on experts, for an entry
+    that is neither a file nor a folder, and for a link out of the directory, which could copy any file of this machine.
     """
     copied: dict[str, Path] = {}
     left_out = []
@@ -144,6 +133,7 @@ def other_files(source: Checkpoint) -> tuple[dict[str, Path], list[str]]:
             left_out.append(name)
         else:
             copied[name] = _own_file(path, source.path)
+    _refuse_adapter(source.path)
     return copied, left_out
 
 

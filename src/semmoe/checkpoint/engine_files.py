@@ -58,26 +58,22 @@ def load(path: Path) -> tuple[Format, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist, or is not a file")
     suffix = LINES if LINES in path.suffixes else path.suffix
-    content = _content(path, suffix)
+    if suffix not in LOADERS:
+        raise ValueError(f"{path} must be {', '.join(LOADERS)}: see docs/formats.md")
+    if path.stat().st_size > MAX_FILE_BYTES and suffix != LINES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES:,} bytes")
+    read, fault = LOADERS[suffix]
+    try:
+        content = read(path)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # a damaged file can make yaml, NumPy and torch raise almost anything
+        raise ValueError(f"{path} {fault} ({' '.join(str(error).split())[:300]})") from None
     possible = [one for one in FORMATS if suffix in one.suffixes]
     for one in possible:
         if one.holds(content):
             return one, content
     raise ValueError(f"{path}: give an object with {' or '.join(one.key for one in possible if one.key)}")
-
-
-def _content(path: Path, suffix: str) -> Any:
-    if suffix not in LOADERS:
-        raise ValueError(f"{path} must be {', '.join(LOADERS)}: see docs/formats.md")
-    if path.stat().st_size > MAX_FILE_BYTES and suffix != LINES:
-        raise ValueError(f"{path} has more than {MAX_FILE_BYTES:,} bytes")
-    load, fault = LOADERS[suffix]
-    try:
-        return load(path)
-    except (OSError, ImportError):
-        raise
-    except Exception as error:  # a damaged file can make yaml, NumPy and torch raise almost anything
-        raise ValueError(f"{path} {fault} ({' '.join(str(error).split())[:300]})") from None
 
 
 def _load_yaml(path: Path) -> Any:

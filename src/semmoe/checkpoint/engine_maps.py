@@ -143,16 +143,8 @@ def plan_of(kind: str, experts: Experts, model: Model, topology: Topology, redun
     else:
         load = _load(model.moe_rows(rows), f.num_experts)
         placement, method = eplb.place(load, topology.ep_size, redundant, f.num_groups, topology.num_nodes), "eplb"
-    made = placement_alone(placement, topology)
-    return Plan(
-        topology=topology,
-        placement=placement,
-        tokens=made.tokens,
-        requests=made.requests,
-        fingerprint=f,
-        method=method,
-        settings={"method": method, "redundant_experts": placement.redundant_experts},
-    )
+    settings = {"method": method, "redundant_experts": placement.redundant_experts}
+    return placement_alone(placement, topology).plan(topology, f, method, settings=settings)
 
 
 def _mapped(rows: np.ndarray, num_devices: int | None, num_experts: int, ep_size: int) -> Placement:
@@ -189,14 +181,9 @@ def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
     rows = np.tile(np.arange(placed.shape[1], dtype=np.int32) % plan.fingerprint.num_experts, (depth, 1))
     rows[indices] = placed
     save_text(out, json.dumps({MAP_KEY: rows.tolist()}))
-    return sglang_flags(plan, out)
-
-
-def sglang_flags(plan: Plan, location: Path) -> list[str]:
-    """Flags that give SGLang this plan's topology and the placement in the file `location`."""
-    topology, redundant = plan.topology, plan.placement.redundant_experts
-    flags = ["--tp-size", str(topology.ep_size), "--ep-size", str(topology.ep_size)]
-    if topology.dp_size > 1:
-        flags += ["--dp-size", str(topology.dp_size), "--enable-dp-attention"]
-    flags += ["--init-expert-location", str(location)]
+    ranks, redundant = str(plan.topology.ep_size), plan.placement.redundant_experts
+    flags = ["--tp-size", ranks, "--ep-size", ranks]
+    if plan.topology.dp_size > 1:
+        flags += ["--dp-size", str(plan.topology.dp_size), "--enable-dp-attention"]
+    flags += ["--init-expert-location", str(out)]
     return flags + (["--ep-num-redundant-experts", str(redundant)] if redundant else [])

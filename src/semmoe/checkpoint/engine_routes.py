@@ -21,9 +21,7 @@ from typing import Any
 import numpy as np
 
 from semmoe.checkpoint.engine_maps import Model, numbers, whole
-from semmoe.core import DECODE, PREFILL
 from semmoe.io.files import MOST_JSON_BYTES
-from semmoe.io.npz import NPY_HEADERS
 from semmoe.traces.dataset import LeftOut
 from semmoe.traces.prompts import UnusableError
 from semmoe.traces.routing import check_left_out, impossible_tokens
@@ -55,11 +53,6 @@ class Request:
     expert_ids: np.ndarray
     first: int = 0
 
-    @property
-    def phase(self) -> np.ndarray:
-        """(T,) PREFILL for tokens of the prompt, DECODE for those that were sampled."""
-        return np.where(self.first + np.arange(len(self.token_ids)) < len(self.prompt_ids), PREFILL, DECODE)
-
 
 def write_requests(writer: TraceWriter, requests: Iterable[Request], source: Source) -> dict[str, int]:
     """Write requests to a trace; tokens that name an expert twice, which no router does, are left out.
@@ -70,12 +63,8 @@ def write_requests(writer: TraceWriter, requests: Iterable[Request], source: Sou
     tokens = impossible = 0
     for request in requests:
         kept = ~impossible_tokens(request.expert_ids)
-        writer.append(
-            prompt_ids=request.prompt_ids,
-            token_ids=request.token_ids[kept],
-            expert_ids=request.expert_ids[kept],
-            phase=request.phase[kept],
-        )
+        positions = request.first + np.arange(len(kept))
+        writer.append_run(request.prompt_ids, request.token_ids[kept], request.expert_ids[kept], positions[kept])
         tokens += int(kept.sum())
         impossible += int((~kept).sum())
     check_left_out(str(source.path), impossible, tokens + impossible)
@@ -194,20 +183,14 @@ def _rows(encoded: Any, num_tokens: int, model: Model) -> np.ndarray:
     top_k = model.fingerprint.top_k
     if isinstance(encoded, str):
         content = base64.b64decode(encoded, validate=True)
-        found = _of_npy(content) if content.startswith(NUMPY_MAGIC) else _of_int32(content, num_tokens, model)
+        npy = content.startswith(NUMPY_MAGIC)
+        found = np.load(io.BytesIO(content), allow_pickle=False) if npy else _of_int32(content, num_tokens, model)
     else:
         found = numbers(encoded)
     if found.ndim != 3 or found.shape[2] != top_k:
         raise ValueError(f"routed_experts has shape {found.shape}, not ({num_tokens}, layers, {top_k})")
     experts = whole("expert", found.reshape(len(found), -1), model.fingerprint.num_experts - 1)
     return experts.reshape(found.shape)
-
-
-def _of_npy(content: bytes) -> np.ndarray:
-    """The array of a `.npy` file in memory; its header is checked before anything is allocated."""
-    with io.BytesIO(content) as file:
-        shape, fortran, dtype = NPY_HEADERS[np.lib.format.read_magic(file)](file)
-        return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
 
 
 def _of_int32(content: bytes, num_tokens: int, model: Model) -> np.ndarray:

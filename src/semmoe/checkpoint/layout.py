@@ -46,7 +46,7 @@ class MoeLayer:
     def expert_tensor(self, expert: int, part: str) -> str:
         return f"{self.prefix}experts.{expert}.{part}"
 
-    def pieces(self, tensors: dict[str, Tensor], expert: int, whole: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def pieces(self, tensors: dict[str, Tensor], expert: int, whole: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the stored parts of an expert by name; not `whole`: its rows of the router alone."""
         for name in self.by_row if whole else self.gate.values():
             yield f"row {expert} of {name}", tensors[name].row(expert)
@@ -98,42 +98,34 @@ def find_moe_layers(source: Checkpoint, num_experts: int) -> list[MoeLayer]:
 
 def _add(layer: MoeLayer, name: str, rest: str, tensor: Tensor, num_experts: int) -> None:
     """Add a tensor of a MoE block to `layer` by the rule that it matches, or raise ValueError."""
+    shape = list(tensor.shape)
     if match := EXPERT.fullmatch(rest):
-        _add_expert(layer, name, match, num_experts)
+        expert = int(match["expert"])
+        if str(expert) != match["expert"] or expert >= num_experts:
+            raise ValueError(f"{name}: there are {num_experts} experts per layer")
+        layer.parts.setdefault(expert, set()).add(match["part"])
     elif match := GATE.fullmatch(rest):
         _check_rows(name, tensor, num_experts)
-        _add_gate(layer, name, match["part"] or match["bare"], tensor)
+        part = match["part"] or match["bare"]
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"{name} is {tensor.dtype}: a quantised router is not supported")
+        if part in layer.gate:
+            raise ValueError(f"{name}: this layer has another router {part}: {layer.gate[part]}")
+        layer.gate[part] = name
     elif TABLE.fullmatch(rest):
         if tensor.dtype not in INTEGERS or len(tensor.shape) != 2:
-            raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}: not a table of expert numbers")
+            raise ValueError(f"{name} is {tensor.dtype} of shape {shape}: not a table of expert numbers")
         layer.tables.append(name)
     elif PACKED.fullmatch(rest):
         _check_rows(name, tensor, num_experts)
         layer.packed.append(name)
     elif not SHARED.fullmatch(rest) and (NUMBERED.fullmatch(rest) or num_experts in tensor.shape):
-        shape = list(tensor.shape)
         raise ValueError(f"{name}, shape {shape}: may number experts in a way that semmoe does not know")
-
-
-def _add_expert(layer: MoeLayer, name: str, match: re.Match[str], num_experts: int) -> None:
-    expert = int(match["expert"])
-    if str(expert) != match["expert"] or expert >= num_experts:
-        raise ValueError(f"{name}: there are {num_experts} experts per layer")
-    layer.parts.setdefault(expert, set()).add(match["part"])
-
-
-def _add_gate(layer: MoeLayer, name: str, part: str, tensor: Tensor) -> None:
-    if tensor.dtype not in FLOATS:
-        raise ValueError(f"{name} is {tensor.dtype}: a quantised router is not supported")
-    if part in layer.gate:
-        raise ValueError(f"{name}: this layer has another router {part}: {layer.gate[part]}")
-    layer.gate[part] = name
 
 
 def _check_rows(name: str, tensor: Tensor, num_experts: int) -> None:
     if tensor.shape[:1] != (num_experts,):
-        shape = list(tensor.shape)
-        raise ValueError(f"{name} has shape {shape}: its leading dimension must count {num_experts} experts")
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: the leading dimension must be {num_experts} experts")
     if tensor.nbytes % num_experts != 0:
         raise ValueError(f"{name}: an expert's share of it is not a whole number of bytes")
 

@@ -24,22 +24,13 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.checkpoint.directory import (
-    EXPERT_FIELDS,
-    INDEX,
-    Checkpoint,
-    config_count,
-    open_checkpoint,
-    other_files,
-    read_object,
-    refuse_adapter,
-)
+from semmoe.checkpoint.directory import EXPERT_FIELDS, INDEX, Checkpoint, config_count, open_checkpoint, other_files
 from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
 from semmoe.checkpoint.shards import Progress, Stage, Tensor, write_shard
 from semmoe.checkpoint.verify import verify
 from semmoe.core import Plan
 from semmoe.io.bounds import check_range
-from semmoe.io.files import atomic_directory, check_output, save_json
+from semmoe.io.files import atomic_directory, check_output, read_object, save_json
 
 RECORD = "semmoe_relabelling.json"
 ONE_EXPERT = re.compile(
@@ -125,16 +116,24 @@ def _record(plan: Plan, layers: list[MoeLayer], plan_hash: str) -> Record:
 def _open_source(model: Path) -> Checkpoint:
     source = open_checkpoint(model)
     other_files(source)  # refuses what cannot be copied, before anything else is read
-    refuse_adapter(model)
     if (model / RECORD).exists():
         raise ValueError(f"{model} is relabelled already: apply the plan to the original model")
     return source
 
 
 def _renumberable(source: Checkpoint, num_experts: int) -> list[MoeLayer]:
-    """The MoE layers of a checkpoint that no configuration file ties to the old numbers."""
+    """The MoE layers of a checkpoint. Raises ValueError if a configuration file has a rule for a single expert."""
     layers = find_moe_layers(source, num_experts)
-    _check_quantisation(source.path, {layer.index for layer in layers}, num_experts)
+    indices = {layer.index for layer in layers}
+    for path in sorted([source.path / "config.json", *source.path.glob("*quant*.json")]):
+        named: dict[tuple[str, str, str], set[int]] = {}
+        for match in ONE_EXPERT.finditer(json.dumps(read_object(path))):
+            if int(match["layer"]) in indices:
+                named.setdefault((match["layer"], match["block"], match["part"]), set()).add(int(match["expert"]))
+        for (layer, block, part), experts in named.items():
+            if len(experts) != num_experts:
+                example = f"layers.{layer}.{block}.experts.{min(experts)}{part}"
+                raise ValueError(f"{path} has a rule for single experts ({example}): not supported")
     return layers
 
 
@@ -184,7 +183,11 @@ def write_relabelled(
 
     orders: (L, E) the old expert at each new number.
     """
-    names, contents = _renames(layers, orders), _contents(source, layers, orders)
+    names = _renames(layers, orders)
+    contents: dict[str, Iterable[bytes]] = {}  # of the tensors whose rows or whose numbers of experts change
+    for layer, order in _moved(layers, orders):
+        contents |= {name: source.tensors[name].reordered(order) for name in layer.by_row}
+        contents |= {name: [_renumbered(name, source.tensors[name], order)] for name in layer.tables}
     for shard in source.shards:
         write_shard(shard, target / shard.path.name, names, contents, progress)
     if source.index is not None:
@@ -209,15 +212,6 @@ def _renames(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, str]:
     return names
 
 
-def _contents(source: Checkpoint, layers: list[MoeLayer], orders: np.ndarray) -> dict[str, Iterable[bytes]]:
-    """The new bytes, by old name, of the tensors whose rows or whose numbers of experts change."""
-    contents: dict[str, Iterable[bytes]] = {}
-    for layer, order in _moved(layers, orders):
-        contents |= {name: source.tensors[name].reordered(order) for name in layer.by_row}
-        contents |= {name: [_renumbered(name, source.tensors[name], order)] for name in layer.tables}
-    return contents
-
-
 def _renumbered(name: str, table: Tensor, order: np.ndarray) -> bytes:
     """The table (V, K) with new expert numbers; order (E,): the old expert at each of them."""
     values = table.values()
@@ -228,18 +222,6 @@ def _renumbered(name: str, table: Tensor, order: np.ndarray) -> bytes:
 def _moved(layers: list[MoeLayer], orders: np.ndarray) -> list[tuple[MoeLayer, np.ndarray]]:
     """The layers in which an expert gets another number, and the old expert (E,) at each new number."""
     return [(m, o) for m, o in zip(layers, orders, strict=True) if (o != np.arange(len(o))).any()]
-
-
-def _check_quantisation(model: Path, layers: set[int], num_experts: int) -> None:
-    """Raise ValueError if a configuration file has rules for single experts of `layers`, whose numbers would change."""
-    for path in sorted([model / "config.json", *model.glob("*quant*.json")]):
-        named: dict[tuple[str, str, str], set[int]] = {}
-        for match in ONE_EXPERT.finditer(json.dumps(read_object(path))):
-            named.setdefault((match["layer"], match["block"], match["part"]), set()).add(int(match["expert"]))
-        for (layer, block, part), experts in named.items():
-            if int(layer) in layers and len(experts) != num_experts:
-                example = f"layers.{layer}.{block}.experts.{min(experts)}{part}"
-                raise ValueError(f"{path} has a rule for single experts ({example}): not supported")
 
 
 def plan_digest(path: Path) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from semmoe.checkpoint.directory import Checkpoint
 from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
-from semmoe.checkpoint.shards import Progress, Stage, same_bytes
+from semmoe.checkpoint.shards import Stage, Tensor, same_bytes
 
 SAMPLED_LAYERS = 3
 
@@ -23,12 +23,16 @@ def verify(old: Checkpoint, new: Checkpoint, orders: np.ndarray, stage: Stage) -
     layers = _same_layers(old, new, orders.shape[1])
     last = len(layers) - 1
     sample = sorted({0, len(layers) // 2, last} if last > SAMPLED_LAYERS else range(len(layers)))
-    experts = range(orders.shape[1])
-    compared = (layer.pieces(old.tensors, e, i in sample) for i, layer in enumerate(layers) for e in experts)
-    progress = stage("verifying", sum(piece.nbytes for pieces in compared for _, piece in pieces))
+    pairs: list[tuple[str, Tensor, Tensor]] = []  # the error if they differ, the old piece, the new one
     for i, (layer, order) in enumerate(zip(layers, orders, strict=True)):
         _check_tables(old, new, layer, order)
-        _check_experts(old, new, layer, order, i in sample, progress)
+        for p, e in enumerate(order.tolist()):
+            expected = layer.pieces(old.tensors, e, i in sample)
+            for (name, piece), (_, before) in zip(layer.pieces(new.tensors, p, i in sample), expected, strict=True):
+                pairs.append((f"{name} is not the old expert {e}", before, piece))
+    progress = stage("verifying", sum(piece.nbytes for _, _, piece in pairs))
+    for difference, before, piece in pairs:
+        _expect(same_bytes(before, piece, progress), difference)
     return [layers[i].index for i in sample]
 
 
@@ -54,16 +58,6 @@ def _check_tables(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.n
         inside = bool(((numbers >= 0) & (numbers < len(order))).all())
         same = inside and np.array_equal(order[numbers], old.tensors[name].values())
         _expect(same, f"{name} sends token ids to other experts")
-
-
-def _check_experts(
-    old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray, whole: bool, progress: Progress
-) -> None:
-    """Each piece of expert p must have the bytes of the old expert order[p]; not `whole`: the router's rows alone."""
-    for p, e in enumerate(order.tolist()):
-        expected = layer.pieces(old.tensors, e, whole)
-        for (name, piece), (_, before) in zip(layer.pieces(new.tensors, p, whole), expected, strict=True):
-            _expect(same_bytes(before, piece, progress), f"{name} is not the old expert {e}")
 
 
 def _expect(condition: bool, difference: str) -> None:

@@ -256,9 +256,8 @@ def _with_embeddings(problem: "Problem", model: str | None) -> "Problem":
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.engines.transformers.model import load_model
 
-    difference = problem.trace.fingerprint.mismatch(fingerprint_of(model))
-    if difference is not None:
-        raise ValueError(f"the trace was profiled on another model than {model}: {difference}")
+    what = f"the trace was profiled on another model than {model}:"
+    problem.trace.fingerprint.check_same(fingerprint_of(model), what)
     embeddings = load_model(model).get_input_embeddings().weight.detach().numpy()
     return replace(problem, embeddings=embeddings)
 

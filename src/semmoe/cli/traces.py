@@ -141,6 +141,6 @@ def merge(
 
 
 def _tokens(trace: Path) -> int:
-    from semmoe.traces.streams import num_tokens
+    from semmoe.traces.trace import num_tokens
 
     return num_tokens(trace) if trace.is_dir() else 1

@@ -1,7 +1,7 @@
 """Bounds on values: numbers in settings, arrays in policies, and sizes that a file declares."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,11 @@ MOST_TABLE = 1 << 28  # entries of an array of shape (L, E), (L, V) or (L, G, E)
 def number(default: Any, low: float, high: float, **shown: Any) -> Any:
     """A dataclass field whose value lies between `low` and `high`, both included; None is allowed if it is the default.
 
-    `check_numbers` enforces the bounds. shown: how the command line shows the field (arguments of `_option`).
+    default: `...` for none. `Checked` enforces the bounds. shown: how the command line shows the field (arguments of
+    `_option`).
     """
-    return field(default=default, metadata={"low": low, "high": high, **_option(**shown)})
-
-
-def required_number(low: float, high: float) -> Any:
-    """Same as `number`, for a field without a default."""
-    return field(metadata={"low": low, "high": high})
+    metadata = {"low": low, "high": high, **_option(**shown)}
+    return field(default=MISSING if default is ... else default, metadata=metadata)
 
 
 def choice(default: str | None, names: tuple[str, ...], **shown: Any) -> Any:
@@ -46,32 +43,21 @@ def _option(help: str = "", panel: str = "Method", zero_is_none: bool = False) -
     return {"help": help, "panel": panel, "zero_is_none": zero_is_none} if help else {}
 
 
-def bounds(kind: Any, name: str) -> tuple[float, float]:
-    """(low, high) of a field that `number` made, both included."""
-    metadata = kind.__dataclass_fields__[name].metadata
-    return metadata["low"], metadata["high"]
-
-
-def check_numbers(settings: Any) -> None:
-    """Raise ValueError naming the first field whose value is outside its bounds (`number`) or names (`choice`)."""
-    for one in fields(settings):
-        value = getattr(settings, one.name)
-        if value is None and (one.default is None or one.metadata.get("zero_is_none")):
-            continue
-        if "choices" in one.metadata and value not in one.metadata["choices"]:
-            raise ValueError(f"{one.name} must be {' or '.join(one.metadata['choices'])}, not {value!r}")
-        if "low" not in one.metadata:
-            continue
-        low, high = one.metadata["low"], one.metadata["high"]
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not low <= value <= high:
-            raise ValueError(f"{one.name} must lie between {low:,} and {high:,}, not {value}")
-
-
 class Checked:
-    """Base of dataclasses whose numbers and choices are checked when they are made."""
+    """Base of dataclasses whose numbers (`number`) and choices (`choice`) are checked when they are made."""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        for one in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            if value is None and (one.default is None or one.metadata.get("zero_is_none")):
+                continue
+            if "choices" in one.metadata and value not in one.metadata["choices"]:
+                raise ValueError(f"{one.name} must be {' or '.join(one.metadata['choices'])}, not {value!r}")
+            if "low" not in one.metadata:
+                continue
+            low, high = one.metadata["low"], one.metadata["high"]
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not low <= value <= high:
+                raise ValueError(f"{one.name} must lie between {low:,} and {high:,}, not {value}")
 
 
 def check_table(what: str, *sizes: int) -> None:
@@ -86,9 +72,20 @@ def check_offsets(name: str, offsets: np.ndarray, end: int) -> None:
         raise ValueError(f"{name} must rise from 0 to {end}")
 
 
+def check_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
+
+
+def whole_numbers(name: str, array: np.ndarray) -> np.ndarray:
+    """The array itself. Raises ValueError unless its type is an integer's."""
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name} are {array.dtype}, expected integers")
+    return array
+
+
 def check_range(name: str, ids: np.ndarray, size: int, what: str) -> None:
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{name}s are {ids.dtype}, expected integers")
+    whole_numbers(f"{name}s", ids)
     if ids.size:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= size:
@@ -106,22 +103,11 @@ class Declared:
 
     def check(self, name: str, array: np.ndarray) -> None:
         """Raise ValueError unless `array` has this shape, type and range."""
-        if array.ndim <= 0 or array.shape != self.shape:
-            raise ValueError(f"{name} has shape {array.shape}, expected {self.shape}")
+        check_shape(name, array, self.shape)
         if array.dtype != self.dtype:
             raise ValueError(f"{name} has type {array.dtype}, expected {np.dtype(self.dtype)}")
         if array.size and not (array.min() >= self.low and array.max() <= self.high):  # also for NaN
             raise ValueError(f"{name} holds a value outside {self.low} to {self.high}")
-
-
-def arrays_of(policy: Any) -> dict[str, np.ndarray]:
-    """The arrays of a policy by name."""
-    return {name: getattr(policy, name) for name in array_names(type(policy))}
-
-
-def numbers_of(policy: Any) -> dict[str, Any]:
-    """The fields of a policy that are not arrays, by name."""
-    return {name: getattr(policy, name) for name in number_types(type(policy))}
 
 
 def array_names(kind: Any) -> list[str]:

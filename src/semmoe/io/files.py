@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import gzip
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -46,7 +47,7 @@ def check_output(
     if not parent.is_dir():
         raise ValueError(f"{path} cannot be made: {parent} is {'a file' if parent.exists() else 'a link to nothing'}")
     _check_inputs(path, [Path(one) for one in inputs if one is not None and Path(one).exists()])
-    empty = path.is_dir() and not any(path.iterdir())
+    empty = directory and path.exists() and not any(path.iterdir())
     if path.exists() and not force and not empty:
         remedy = "remove it" if force is None else "give --force to replace it"
         raise ValueError(f"{path} exists: choose another name, or {remedy}")
@@ -97,53 +98,42 @@ def _called(path: Path, staged: Path | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path, private: bool = False) -> Iterator[Path]:
-    """Yield a temporary sibling of `path` that replaces it when the block succeeds and is removed when it fails.
+    """Yield the path of a file that replaces `path` when the block succeeds and is removed when it fails.
 
     A `private` file is never readable by anyone but its owner, whatever the umask.
     """
-    staged = path.with_name(f".{path.name}.partial")
-    with _called(path, staged):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            if private:
-                _create_private(staged)
-            yield staged
-            if private:
-                staged.chmod(0o600)  # the block may have created the file anew
-            staged.replace(path)
-        finally:
-            staged.unlink(missing_ok=True)
-
-
-def _create_private(path: Path) -> None:
-    """Create an empty file of mode 0600, which keeps its mode when it is opened for writing; replaces any other."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-    os.fchmod(descriptor, 0o600)  # a umask may have removed the owner's permissions
-    os.close(descriptor)
+    with _staged(path, 0o700) as folder:
+        staged = folder / path.name
+        yield staged
+        if private:
+            staged.chmod(0o600)
+        staged.replace(path)
 
 
 @contextlib.contextmanager
 def atomic_directory(path: Path, private: bool = False) -> Iterator[Path]:
     """The same as `atomic_file` for a directory; an existing directory is replaced at the end."""
+    with _staged(path, 0o700 if private else 0o755) as staged:
+        yield staged
+        # an older directory stays until it is replaced, whenever the program is interrupted
+        if not path.exists():
+            staged.replace(path)
+        elif not _exchange(staged, path):
+            _replace_in_two_steps(path, staged)
+
+
+@contextlib.contextmanager
+def _staged(path: Path, mode: int) -> Iterator[Path]:
+    """Yield a new folder beside `path`, and remove it, unless it was moved, at the end."""
     with _called(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         with _called(path, staged):
-            staged.chmod(0o700 if private else 0o755)
+            staged.chmod(mode)
             yield staged
-            _replace_directory(path, staged)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-
-
-def _replace_directory(path: Path, staged: Path) -> None:
-    """Move `staged` to `path`, where an older directory stays until then, whenever the program is interrupted."""
-    if not path.exists():
-        staged.replace(path)
-    elif not _exchange(staged, path):
-        _replace_in_two_steps(path, staged)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -190,15 +180,6 @@ def load_arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def array_shape(path: Path, name: str) -> tuple[int, ...]:
-    """The shape of one array of a safetensors file, without reading its data."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return tuple(file.get_slice(name).get_shape())
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or damaged ({error})") from None
-
-
 def load_array(path: Path, name: str) -> np.ndarray:
     """One array of a safetensors file, without reading the others."""
     try:
@@ -218,10 +199,7 @@ def save_json(path: Path, model: BaseModel, private: bool = False) -> None:
 
 
 def load_json(path: Path, model: type[Model]) -> Model:
-    try:
-        return parse_json(path, bytes(read_limited(path, MOST_JSON_BYTES)), model)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
+    return parse_json(path, bytes(read_limited(path, MOST_JSON_BYTES)), model)
 
 
 def parse_json(path: Path, content: bytes, model: type[Model]) -> Model:
@@ -234,11 +212,23 @@ def parse_json(path: Path, content: bytes, model: type[Model]) -> Model:
         raise ValueError(f"{path} is not valid: {where}: {first['msg']}") from None
 
 
+def read_object(path: Path, limit: int = MOST_JSON_BYTES) -> dict[str, Any]:
+    """A JSON object from a file; raises ValueError if it is anything else."""
+    content = read_limited(path, limit)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
 def read_limited(path: Path, limit: int) -> bytearray:
     """The bytes of a file, unpacked if its name ends in `.gz`.
 
-    Raises ValueError that names the file if it is damaged, or if there are more than `limit` bytes: a small `.gz` file
-    can unpack to more than memory holds.
+    Raises ValueError that names the file if it is missing or damaged, or if there are more than `limit` bytes: a small
+    `.gz` file can unpack to more than memory holds.
     """
     content = bytearray()
     try:
@@ -247,6 +237,8 @@ def read_limited(path: Path, limit: int) -> bytearray:
                 content += chunk
                 if len(content) > limit:
                     raise ValueError(f"{path} holds more than {limit:,} bytes, the most that is read: split it")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is truncated or damaged ({error})") from None
     return content

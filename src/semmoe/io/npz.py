@@ -1,6 +1,5 @@
 """Read a trace from an `.npz` file, in one of the layouts of `docs/formats.md`."""
 
-import json
 import math
 import zipfile
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
-from semmoe.io.files import read_limited
+from semmoe.io.bounds import whole_numbers
+from semmoe.io.files import read_object
 from semmoe.topology import Fingerprint
 
 LOOKAHEAD_REMOVED = "look-ahead ids are no longer read: make the trace again with `semmoe profile`"
@@ -117,13 +117,6 @@ def _size(arrays: dict[str, np.ndarray], name: str, default: int) -> int:
     return int(stated.reshape(()))
 
 
-def whole_numbers(name: str, array: np.ndarray) -> np.ndarray:
-    """The array itself. Raises ValueError unless its type is an integer's."""
-    if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} are {array.dtype}, expected integers")
-    return array
-
-
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
     """(R + 1,) int64 offsets of R segments with these lengths."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -141,8 +134,8 @@ def _meta_vocabulary(path: Path) -> int | None:
     meta = path.with_suffix(".meta.json.gz")
     if not meta.exists():
         return None
-    content = read_limited(meta, MAX_META_BYTES)
+    content = read_object(meta, MAX_META_BYTES)
     try:
-        return len(json.loads(content)["vocab"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return len(content["vocab"])
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{meta} is not a valid meta file ({type(error).__name__}: {error})") from None

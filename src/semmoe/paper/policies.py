@@ -11,7 +11,7 @@ import numpy as np
 
 from semmoe.core import NEIGHBOUR, PRIOR, Evidence, Placement, Plan, RoutingTrace
 from semmoe.costs.metrics import majority_rank
-from semmoe.io.bounds import Checked, Declared, required_number
+from semmoe.io.bounds import Checked, Declared, number
 from semmoe.numeric.jit import njit
 from semmoe.requests.scheduler import RequestScheduler
 from semmoe.tokens.kernels import SCALE
@@ -82,7 +82,7 @@ class PaperTables(Checked):
     path_ranks: np.ndarray  # A, (L, D, S ** lookback) int16
     path_confidence: np.ndarray  # A_p, (L, D, S ** lookback) float16
     token_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
-    lookback: int = required_number(1, 20)
+    lookback: int = number(..., 1, 20)
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be; raises ValueError for a look-back that does not fit."""

@@ -4,8 +4,6 @@ import numpy as np
 
 from semmoe.core import Placement, Plan
 from semmoe.placement.problem import Problem, Solution, placement_alone
-from semmoe.requests.policy import RoundRobin
-from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology, physical_experts
 
 
@@ -26,11 +24,4 @@ def place(num_layers: int, num_experts: int, ep_size: int, redundant_experts: in
 def vanilla_plan(fingerprint: Fingerprint, topology: Topology) -> Plan:
     """A plan that equals an engine without one: contiguous experts, tokens by position, requests round-robin."""
     placement = place(fingerprint.num_layers, fingerprint.num_experts, topology.ep_size)
-    return Plan(
-        topology=topology,
-        placement=placement,
-        tokens=ByPosition(),
-        requests=RoundRobin(num_groups=topology.dp_size),
-        fingerprint=fingerprint,
-        method="linear",
-    )
+    return placement_alone(placement, topology).plan(topology, fingerprint, "linear")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from semmoe.costs.rows import RowCosts, plain_costs
 from semmoe.requests.policy import RoundRobin
 from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.tokens.slices import ByPosition
-from semmoe.topology import Topology
+from semmoe.topology import Fingerprint, Topology
 
 Progress = Callable[[float], None]  # told of layers that are done, or halves of them
 
@@ -66,6 +67,11 @@ class Solution:
     tokens: TokenPolicy
     requests: RequestPolicy
     gap: dict[str, float | None] | None = None  # by integer program: relative gap to the optimum, None if unknown
+
+    def plan(self, topology: Topology, fingerprint: Fingerprint, method: str, **more: Any) -> Plan:
+        """The plan of this solution; more: its other fields."""
+        parts = {name: getattr(self, name) for name in ("placement", "tokens", "requests")}
+        return Plan(topology=topology, fingerprint=fingerprint, method=method, **parts, **more)
 
 
 def placement_alone(placement: Placement, topology: Topology, gap: dict[str, float | None] | None = None) -> Solution:

@@ -90,8 +90,6 @@ class CapacityScheduler(RequestScheduler):
         super().__init__(D)
         if self._weights.shape != (rows,):
             raise ValueError(f"token_weights has shape {self._weights.shape}, expected {(rows,)}")
-        if not table.mean_length > 0:
-            raise ValueError(f"mean_length must be positive, not {table.mean_length}")
         self._bias, self._prices = table.bias.astype(np.float64), table.prices.astype(np.float64)
         if not self._bias.shape == self._prices.shape == (D,):
             raise ValueError(f"bias and prices must have {D} entries")

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from semmoe.io.bounds import MOST_RANKS, Checked, Declared, check_numbers, required_number
+from semmoe.io.bounds import MOST_RANKS, Checked, Declared, number
 from semmoe.topology import Fingerprint, Topology
 
 
@@ -15,7 +15,7 @@ class RoundRobin(Checked):
 
     kind: ClassVar[str] = "round-robin"
     by_tables: ClassVar[bool] = False
-    num_groups: int = required_number(1, MOST_RANKS)
+    num_groups: int = number(..., 1, MOST_RANKS)
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """No array. Raises ValueError unless the number of groups is the topology's."""
@@ -30,7 +30,7 @@ class RoundRobin(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptScores:
+class PromptScores(Checked):
     """A linear map from a prompt to groups; the score of group d estimates its share of the request's pairs.
 
     score = bias + (sum of token_scores over the distinct ids of the prompt) / sqrt(sum of their token_weights).    Row
@@ -44,12 +44,11 @@ class PromptScores:
     bias: np.ndarray  # (D,) float32
     prices: np.ndarray  # (D,) float32: subtracted from the scores, so that the profile's load is even
     # standard deviation of the profile's scores: the unit of online price changes
-    score_spread: float = required_number(0, 1)
-    mean_length: float = required_number(1e-9, 1e12)  # decode tokens of a profiled request
+    score_spread: float = number(..., 0, 1)
+    mean_length: float = number(..., 1e-9, 1e12)  # decode tokens of a profiled request
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be."""
-        check_numbers(self)
         V, D, finite = fingerprint.vocab_size, topology.dp_size, np.finfo(np.float32).max
         return {
             "token_scores": Declared((V + 1, D), np.float32, -finite, finite),

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Plan, RoutingTrace
-from semmoe.io.bounds import Checked, Declared, required_number
+from semmoe.io.bounds import Checked, Declared, number
 from semmoe.tokens import kernels
 from semmoe.tokens.kernels import SCALE
 from semmoe.topology import Fingerprint, Topology
@@ -103,9 +103,9 @@ class PathScores(Checked):
     token_shift: np.ndarray  # (L,) uint8
     path_scores: np.ndarray  # (L, F, G) int16
     history_scores: np.ndarray  # (L, 2E + 1, G) int16: running mean, previous token, no token before
-    lookback: int = required_number(0, MOST_LOOKBACK)  # layers
+    lookback: int = number(..., 0, MOST_LOOKBACK)  # layers
     # how many of the first planes have one row per position by weight
-    ordered: int = required_number(0, MOST_LOOKBACK)
+    ordered: int = number(..., 0, MOST_LOOKBACK)
 
     @property
     def looks(self) -> Looks:

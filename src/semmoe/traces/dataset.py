@@ -11,6 +11,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from semmoe.io.bounds import check_range
 from semmoe.io.files import read_limited
 from semmoe.traces.prompts import Prompt, UnusableError, is_conversation, prompts_of
 from semmoe.traces.texts import chunks
@@ -75,31 +78,6 @@ def read_prompts(path: Path, left_out: LeftOut) -> Iterator[Prompt]:
         content = str(read_limited(path, MAX_BYTES), "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error})") from None
-    if is_running_text(path):
-        pieces = _pieces(content)
-        left_out.records += len(pieces)
-        yield from pieces
-    else:
-        yield from _json_prompts(content, path, left_out)
-
-
-def is_running_text(path: Path) -> bool:
-    """Whether a dataset is running text, whose prompts are pieces of the text and not its lines."""
-    return _suffix(path) not in JSON
-
-
-def _suffix(path: Path) -> str:
-    """The suffix in lower case, without .gz."""
-    return Path(path.stem if path.suffix == ".gz" else path.name).suffix.lower()
-
-
-def _pieces(content: str) -> list[Prompt]:
-    """Prompts from running text, which is cut at line ends."""
-    pieces = chunks(content + "\n", TEXT_CHUNK) or [content]
-    return [Prompt(text=piece, where=f"piece {i + 1}") for i, piece in enumerate(pieces) if piece.strip()]
-
-
-def _json_prompts(content: str, path: Path, left_out: LeftOut) -> Iterator[Prompt]:
     for where, row in _records(content, path):
         left_out.conversations += is_conversation(row)
         try:
@@ -114,12 +92,27 @@ def _json_prompts(content: str, path: Path, left_out: LeftOut) -> Iterator[Promp
             yield from (replace(prompt, where=where) for prompt in prompts)
 
 
+def is_running_text(path: Path) -> bool:
+    """Whether a dataset is running text, whose prompts are pieces of the text and not its lines."""
+    return _suffix(path) not in JSON
+
+
+def _suffix(path: Path) -> str:
+    """The suffix in lower case, without .gz."""
+    return Path(path.stem if path.suffix == ".gz" else path.name).suffix.lower()
+
+
 def _records(content: str, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (place, value) of each record: the entries of a `.json` file's array, its only value, or each line's value.
 
-    A value that is not JSON comes as an `UnusableError`. A `.json` file that does not begin with an array may hold JSON
-    lines. Raises ValueError if it begins an array that is not JSON.
+    Running text is cut at line ends into pieces, which are the records. A value that is not JSON comes as an
+    `UnusableError`. A `.json` file that does not begin with an array may hold JSON lines. Raises ValueError if it
+    begins an array that is not JSON.
     """
+    if is_running_text(path):
+        pieces = chunks(content + "\n", TEXT_CHUNK) or [content]
+        yield from ((f"piece {i + 1}", {"text": piece}) for i, piece in enumerate(pieces) if piece.strip())
+        return
     if _suffix(path) == ".json":
         whole = _value(content)
         if isinstance(whole, list):
@@ -228,12 +221,10 @@ def check_token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Raise ValueError unless there is a prompt, no prompt is empty, and all ids are in the vocabulary."""
     if not prompts:
         raise ValueError("there is no prompt")
-    empty = next((i for i, prompt in enumerate(prompts) if len(prompt) == 0), None)
-    if empty is not None:
-        raise ValueError(f"prompt {empty} holds no token")
-    wrong = next((t for prompt in prompts for t in (min(prompt), max(prompt)) if not 0 <= t < vocab_size), None)
-    if wrong is not None:
-        raise ValueError(f"token id {wrong} is out of range for a vocabulary of {vocab_size}")
+    empty = [i for i, prompt in enumerate(prompts) if len(prompt) == 0]
+    if empty:
+        raise ValueError(f"prompt {empty[0]} holds no token")
+    check_range("token id", np.concatenate(prompts), vocab_size, "vocabulary entries")
 
 
 def digest(prompts: Sequence[Sequence[int]]) -> str:

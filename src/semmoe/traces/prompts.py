@@ -85,7 +85,7 @@ def _texts(row: dict[str, Any], keys: Sequence[str]) -> list[Prompt]:
         if any(key in row for key in keys):
             raise UnusableError("an empty prompt")
         raise UnusableError("no messages, conversations or prompt", f"only {sorted(row)[:20]}")
-    several = isinstance(value, list) and not _is_int(value[0])
+    several = isinstance(value, list) and type(value[0]) is not int
     return [_plain(one, row.get("add_special_tokens")) for one in (value if several else [value])]
 
 
@@ -94,7 +94,7 @@ def _plain(value: Any, special: Any) -> Prompt:
         raise UnusableError("an empty prompt")
     if isinstance(value, str):
         return Prompt(text=value, special=special if isinstance(special, bool) else None)
-    if isinstance(value, list) and all(map(_is_int, value)):
+    if isinstance(value, list) and all(type(one) is int for one in value):  # not a bool
         return Prompt(token_ids=tuple(value))
     raise UnusableError("a prompt is neither text nor token ids")
 
@@ -205,9 +205,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict):
         raise UnusableError("a tool call without a function")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments)
+    arguments = _parsed(function.get("arguments"))
     return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
@@ -215,10 +213,7 @@ def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     """The tools of a request as vLLM gives them to a chat template. Published data sets have them as JSON text."""
     if row.get("functions"):
         raise UnusableError("`functions`, which OpenAI has replaced by `tools`")
-    given = row.get("tools")
-    if isinstance(given, str):
-        given = _parsed(given) if given.strip() else []
-    return tuple(_tool(tool) for tool in _objects(given or [], "tools"))
+    return tuple(_tool(tool) for tool in _objects(_parsed(row.get("tools")) or [], "tools"))
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -258,16 +253,14 @@ def _kind(value: Any) -> str:
     return kind if isinstance(kind, str) else "unknown"
 
 
-def _parsed(text: str) -> Any:
-    """What JSON text holds; text that is not JSON stays text."""
+def _parsed(value: Any) -> Any:
+    """What JSON text holds; other text is stripped, and other values are as they are."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value)
     except (ValueError, RecursionError):
-        return text
-
-
-def _is_int(value: object) -> bool:
-    return type(value) is int  # not a bool
+        return value.strip()
 
 
 def _one_line(text: str) -> str:

@@ -4,8 +4,6 @@ A request whose near-duplicate was profiled says nothing about unseen requests. 
 Jaccard similarity of their sets of three-token shingles is at least one half, without shingles of a common template.
 """
 
-from collections import Counter
-
 import numpy as np
 from scipy.sparse import coo_matrix, csr_matrix
 from scipy.sparse.csgraph import connected_components
@@ -40,10 +38,18 @@ def near_duplicates(trace: RoutingTrace) -> np.ndarray:
     """(R,) int64: the cluster of each request; prompts that a chain of near-duplicates connects are in one cluster."""
     distinct, same = _distinct_prompts(trace)
     shingles = [_shingles(trace.prompt(r)) for r in distinct]
-    requests = Counter(shingle for prompt in shingles for shingle in prompt)
+    numbers: dict[bytes, int] = {}
+    row = np.repeat(np.arange(len(distinct)), [len(prompt) for prompt in shingles])
+    column = np.array([numbers.setdefault(s, len(numbers)) for prompt in shingles for s in prompt], np.int64)
     most = min(max(TEMPLATE_SHARE * len(distinct), 2), MOST_SHARED)
-    kept = [[s for s in prompt if requests[s] <= most] for prompt in shingles]
-    linked = _similar([len(prompt) for prompt in kept], _incidence(kept, requests))
+    kept = np.bincount(column)[column] <= most  # a prompt holds a shingle once, so that these are counts of prompts
+    row, column = row[kept], column[kept]
+    size = np.bincount(row, minlength=len(distinct))
+    incidence = csr_matrix((np.ones(len(row), np.int32), (row, column)), shape=(len(distinct), max(len(numbers), 1)))
+    common = (incidence @ incidence.T).tocoo()
+    union = size[common.row] + size[common.col] - common.data
+    near = common.data >= OVERLAP * np.maximum(union, 1)
+    linked = coo_matrix((common.data[near], (common.row[near], common.col[near])), shape=common.shape)
     return connected_components(linked, directed=False)[1][same].astype(np.int64)
 
 
@@ -62,23 +68,6 @@ def _shingles(prompt: np.ndarray) -> list[bytes]:
         return [tokens.tobytes()] if len(tokens) else []
     windows = np.lib.stride_tricks.sliding_window_view(tokens, SHINGLE)
     return list(dict.fromkeys(row.tobytes() for row in windows))
-
-
-def _incidence(kept: list[list[bytes]], requests: Counter) -> csr_matrix:
-    """(prompts, shingles) of 0 and 1, for the shingles that occur in several prompts."""
-    column = {s: i for i, s in enumerate(s for s, count in requests.items() if count > 1)}
-    pairs = [(row, column[s]) for row, prompt in enumerate(kept) for s in prompt if s in column]
-    rows, columns = np.array(pairs, np.int64).reshape(-1, 2).T
-    return csr_matrix((np.ones(len(rows), np.int32), (rows, columns)), shape=(len(kept), max(len(column), 1)))
-
-
-def _similar(sizes: list[int], incidence: csr_matrix) -> coo_matrix:
-    """Pairs of prompts whose similarity is at least OVERLAP."""
-    common = (incidence @ incidence.T).tocoo()
-    size = np.array(sizes, np.int64)
-    union = size[common.row] + size[common.col] - common.data
-    near = common.data >= OVERLAP * np.maximum(union, 1)
-    return coo_matrix((common.data[near], (common.row[near], common.col[near])), shape=common.shape)
 
 
 def draw_requests(lengths: np.ndarray, tokens: int, seed: int) -> np.ndarray:

@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
-from semmoe.io.files import array_shape, atomic_directory, check_output, load_array
+from semmoe.io.files import atomic_directory, check_output
 from semmoe.traces.affinity import expert_load
 from semmoe.traces.routing import RoutingWarning, Tally
 from semmoe.traces.split import draw_requests
 from semmoe.traces.trace import (
-    TraceHeader,
     TraceWriter,
     join,
+    num_tokens,
     open_trace,
     read_header,
     read_parts,
+    request_lengths,
     shard_paths,
 )
 
@@ -42,58 +43,49 @@ class Merged:
         return f"{self.requests:,} requests, {self.tokens:,} tokens in {self.out}"
 
 
-def num_tokens(path: Path) -> int:
-    """Routed tokens of a trace directory, from the headers of its shards."""
-    return sum(array_shape(shard, "token_ids")[0] for shard in shard_paths(path))
-
-
-def agreed_header(headers: dict[Path, TraceHeader]) -> TraceHeader:
-    """The header that traces share. Raises ValueError if they are of different models."""
-    first = next(iter(headers.values()))
-    for path, header in headers.items():
-        difference = first.fingerprint.mismatch(header.fingerprint)
-        if difference is not None:
-            raise ValueError(f"{path} is of another model or tokenizer: {difference}")
-    return first
-
-
 def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens: None) -> Merged:
     """Write the requests of several trace directories to another one, readable by its owner only.
 
     They were recorded at the same time, each in order of ends: so they are interleaved, each as evenly as it goes, lest
-    the newest requests of the joined trace be those of the last one.
+    the newest requests of the joined trace be those of the last one. Raises ValueError if they are of different models.
     """
     check_output(out, directory=True, inputs=traces)
-    header = agreed_header({path: read_header(path) for path in traces})
-    tallies = [Tally() for _ in traces]
-    with atomic_directory(out, private=True) as staged, TraceWriter(staged, header, private=True) as writer:
-        in_order = heapq.merge(*(_by_age(path, i, tallies[i]) for i, path in enumerate(traces)))
-        for _, _, trace, r in in_order:
+    headers = [read_header(path) for path in traces]
+    for path, header in zip(traces, headers, strict=True):
+        headers[0].fingerprint.check_same(header.fingerprint, f"{path} is of another model or tokenizer:")
+    with atomic_directory(out, private=True) as staged, TraceWriter(staged, headers[0], private=True) as writer:
+        for _, _, trace, r in heapq.merge(*(_by_age(path, i) for i, path in enumerate(traces))):
             writer.append_one(trace, r)
             progress(int(trace.request_offsets[r + 1] - trace.request_offsets[r]))
-        requests = writer.num_requests
-        for path, tally in zip(traces, tallies, strict=True):
-            tally.check(str(path))
-    return Merged(out=str(out), requests=requests, tokens=sum(tally.tokens for tally in tallies))
+    return Merged(out=str(out), requests=writer.num_requests, tokens=num_tokens(out))
 
 
-def _by_age(path: Path, number: int, tally: Tally) -> Iterator[tuple[float, int, RoutingTrace, int]]:
+def _by_age(path: Path, number: int) -> Iterator[tuple[float, int, RoutingTrace, int]]:
     """Every request of a trace by its place, from 0 to 1."""
-    total = sum(array_shape(shard, "request_lengths")[0] for shard in shard_paths(path))
+    total = sum(map(len, request_lengths(path)))
     done = 0
-    for trace in read_parts(path):
-        tally.add(trace)
+    for trace in checked_parts(path):
         for r in range(trace.num_requests):
             yield (done + r + 0.5) / total, number, trace, r
         done += trace.num_requests
 
 
-def check_tokens(path: Path, name: str) -> None:
-    """Warn of tokens of a trace directory, called `name`, that should not be there, or raise ValueError for many."""
-    tally = Tally()
+def checked_parts(path: Path, name: str = "", tally: Tally | None = None) -> Iterator[RoutingTrace]:
+    """Read a trace shard by shard; at the end warn of tokens that should not be there, or raise ValueError for many.
+
+    name: what to call the trace. tally: where its tokens are counted.
+    """
+    tally = Tally() if tally is None else tally
     for trace in read_parts(path):
         tally.add(trace)
-    tally.check(name)
+        yield trace
+    tally.check(name or str(path))
+
+
+def check_tokens(path: Path, name: str) -> None:
+    """Warn of tokens of a trace, called `name`, that should not be there, or raise ValueError for many."""
+    for _ in checked_parts(path, name):
+        pass
 
 
 def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, Any]:
@@ -101,7 +93,8 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
 
     Raises ValueError if too many of its tokens name an expert twice in a layer.
     """
-    parts = read_parts(path)
+    tally = Tally()
+    parts = checked_parts(path, tally=tally)
     first = next(parts, None)
     if first is None:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
@@ -109,7 +102,6 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
     chosen = np.zeros((f.num_layers, f.num_experts), np.int64)
     seen = np.zeros(f.vocab_size, bool)
     counts: Counter[str] = Counter()
-    tally = Tally()
     for trace in chain([first], parts):
         chosen += expert_load(trace)
         seen[trace.token_ids] = True
@@ -117,9 +109,7 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
         counts["tokens"] += trace.num_tokens
         counts["decode_tokens"] += int((trace.phase == DECODE).sum())
         counts["prompt_tokens"] += len(trace.prompt_ids)
-        tally.add(trace)
         progress(trace.num_tokens)
-    tally.check(str(path))
     files = shard_paths(path) if path.is_dir() else [path]
     return {
         **asdict(f),
@@ -135,15 +125,11 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
 
 def sample(path: Path, tokens: int, seed: int) -> RoutingTrace:
     """Random requests of a trace directory with about `tokens` routed tokens, in order; all if there are no more."""
-    lengths = [load_array(shard, "request_lengths") for shard in shard_paths(path)]
+    lengths = request_lengths(path)
     shard_of_request = np.repeat(np.arange(len(lengths)), [len(one) for one in lengths])
     chosen = np.zeros(len(shard_of_request), bool)
     chosen[draw_requests(np.concatenate([np.zeros(0, np.int64), *lengths]), tokens, seed)] = True
-    parts, tally = [], Tally()
-    for i, trace in enumerate(read_parts(path)):
-        parts.append(trace.select(np.flatnonzero(chosen[shard_of_request == i])))
-        tally.add(trace)
-    tally.check(str(path))
+    parts = [trace.select(np.flatnonzero(chosen[shard_of_request == i])) for i, trace in enumerate(checked_parts(path))]
     return join(parts, path)
 
 

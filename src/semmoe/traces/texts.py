@@ -43,8 +43,8 @@ def held_out_documents() -> dict[str, dict[str, str]]:
     reference = topics()
     documents: dict[str, dict[str, str]] = {}
     for domain, names in HELD_OUT.items():
-        texts = {name: reference.get(name) if domain == "reference" else _module(name) for name in names}
-        documents[domain] = {name: text for name, text in texts.items() if text}
+        read = reference.get if domain == "reference" else _module
+        documents[domain] = {name: text for name in names if (text := read(name))}
     return documents
 
 

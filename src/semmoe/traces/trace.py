@@ -13,16 +13,17 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from semmoe.core import DECODE, PREFILL, RoutingTrace
-from semmoe.io.files import array_shape, load_arrays, load_json, save_arrays, save_json
-from semmoe.io.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz, whole_numbers
+from semmoe.core import DECODE, PER_TOKEN, PREFILL, RoutingTrace
+from semmoe.io.bounds import whole_numbers
+from semmoe.io.files import load_array, load_arrays, load_json, save_arrays, save_json
+from semmoe.io.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz
 from semmoe.topology import Fingerprint
 from semmoe.traces.routing import Tally, impossible_tokens
 
 SCHEMA = 2
 READABLE = (1, 2)
 HASHED = "hashed.safetensors"  # tables of hash-routed layers, which earlier traces hold
-ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
+ARRAYS = {*PER_TOKEN, "request_lengths", "prompt_ids", "prompt_lengths"}
 
 
 class TraceHeader(BaseModel):
@@ -53,8 +54,8 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18, private: bool = False) -> None:
-        self.path, self.shard_tokens, self.private = path, shard_tokens, private
-        self.header = header
+        self.path, self.header = path, header
+        self.shard_tokens, self.private = shard_tokens, private
         self._pending: list[dict[str, np.ndarray]] = []
         self.pending_tokens = 0  # routed tokens that are not on disk yet
         if (path / "trace.json").exists():
@@ -63,9 +64,8 @@ class TraceWriter:
             if path.exists() and any(path.iterdir()):
                 raise ValueError(f"{path} exists and is not a trace")
             save_json(path / "trace.json", header, private)
-        shards = shard_paths(path)
-        self._next_shard = 1 + max((int(shard.stem.removeprefix("shard-")) for shard in shards), default=-1)
-        self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
+        self._next_shard = 1 + max((int(shard.stem.removeprefix("shard-")) for shard in shard_paths(path)), default=-1)
+        self.num_requests = sum(map(len, request_lengths(path)))
 
     def append(
         self, *, prompt_ids: np.ndarray, token_ids: np.ndarray, expert_ids: np.ndarray, phase: np.ndarray
@@ -76,7 +76,7 @@ class TraceWriter:
         assert expert_ids.shape == expected, f"expert_ids {expert_ids.shape}, expected {expected}"
         assert phase.shape == token_ids.shape
         assert expert_ids.size == 0 or (expert_ids.min() >= 0 and expert_ids.max() < f.num_experts)
-        dtype = np.uint8 if self.header.fingerprint.num_experts <= 256 else np.int16
+        dtype = np.uint8 if f.num_experts <= 256 else np.int16
         self._pending.append(
             {
                 "token_ids": token_ids.astype(np.int32),
@@ -92,20 +92,21 @@ class TraceWriter:
         if self.pending_tokens >= self.shard_tokens:
             self.flush()
 
-    def append_run(self, prompt: Sequence[int], token_ids: np.ndarray, expert_ids: np.ndarray) -> None:
-        """Add a request that an engine ran: the (T,) tokens that it fed, the prompt's first, and their experts."""
-        phase = np.where(np.arange(len(token_ids)) < len(prompt), PREFILL, DECODE)
+    def append_run(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        token_ids: np.ndarray,
+        expert_ids: np.ndarray,
+        positions: np.ndarray | None = None,
+    ) -> None:
+        """Add a request that an engine ran: (T,) tokens, the prompt's first, their experts and (T,) positions."""
+        positions = np.arange(len(token_ids)) if positions is None else positions
+        phase = np.where(positions < len(prompt), PREFILL, DECODE)
         self.append(prompt_ids=np.array(prompt), token_ids=token_ids, expert_ids=expert_ids, phase=phase)
-
-    def append_all(self, trace: RoutingTrace) -> None:
-        """Add every request of `trace`, which must have the same fingerprint."""
-        for r in range(trace.num_requests):
-            self.append_one(trace, r)
 
     def append_one(self, trace: RoutingTrace, request: int) -> None:
         """Add one request of `trace`, which must have the same fingerprint."""
-        rows = trace.rows(request)
-        part = {name: getattr(trace, name)[rows] for name in ("token_ids", "expert_ids", "phase")}
+        part = {name: getattr(trace, name)[trace.rows(request)] for name in PER_TOKEN}
         self.append(prompt_ids=trace.prompt(request), **part)
 
     def flush(self) -> None:
@@ -123,9 +124,7 @@ class TraceWriter:
 
 
 def _check_same_run(path: Path, old: TraceHeader, new: TraceHeader) -> None:
-    difference = old.fingerprint.mismatch(new.fingerprint)
-    if difference is not None:
-        raise ValueError(f"{path} was profiled on another model or tokenizer: {difference}")
+    old.fingerprint.check_same(new.fingerprint, f"{path} was profiled on another model or tokenizer:")
     if old.dataset_hash != new.dataset_hash:
         raise ValueError(f"{path} was profiled on another dataset; choose another --out")
     if old.settings != new.settings:
@@ -136,13 +135,24 @@ def shard_paths(path: Path) -> list[Path]:
     return sorted(path.glob("shard-[0-9][0-9][0-9][0-9][0-9].safetensors"))
 
 
+def request_lengths(path: Path) -> list[np.ndarray]:
+    """Routed tokens of each request of a trace directory, (R,) for each shard."""
+    return [load_array(shard, "request_lengths") for shard in shard_paths(path)]
+
+
+def num_tokens(path: Path) -> int:
+    """Routed tokens of a trace directory."""
+    return sum(int(lengths.sum()) for lengths in request_lengths(path))
+
+
 def save_trace(trace: RoutingTrace, path: Path) -> None:
     """Write a trace to a new trace directory."""
     header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
     with TraceWriter(path, header) as writer:
         if writer.num_requests != 0:
             raise ValueError(f"{path} already holds a trace")
-        writer.append_all(trace)
+        for request in range(trace.num_requests):
+            writer.append_one(trace, request)
 
 
 def open_trace(path: Path | str) -> RoutingTrace:
@@ -165,7 +175,7 @@ def possible_part(trace: RoutingTrace) -> RoutingTrace:
     if not impossible.any():
         return trace
     kept_before = np.concatenate([[0], np.cumsum(~impossible)])  # the number of rows kept before each row
-    arrays = {name: getattr(trace, name)[~impossible] for name in ("token_ids", "expert_ids", "phase")}
+    arrays = {name: getattr(trace, name)[~impossible] for name in PER_TOKEN}
     left_out = trace.left_out + int(impossible.sum())
     return replace(trace, **arrays, request_offsets=kept_before[trace.request_offsets], left_out=left_out)
 
@@ -208,7 +218,7 @@ def join(parts: list[RoutingTrace], path: Path) -> RoutingTrace:
     if not parts:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
     joined: dict[str, Any] = {"left_out": sum(part.left_out for part in parts)}
-    for name in ("token_ids", "expert_ids", "phase", "prompt_ids"):
+    for name in (*PER_TOKEN, "prompt_ids"):
         joined[name] = np.concatenate([getattr(part, name) for part in parts])
     for name in ("request_offsets", "prompt_offsets"):
         joined[name] = offsets_of(np.concatenate([np.diff(getattr(part, name)) for part in parts]))

@@ -6,15 +6,10 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from semmoe.checkpoint.directory import EXPERT_FIELDS, config_file, read_object
+from semmoe.checkpoint.directory import EXPERT_FIELDS, config_file
 from semmoe.checkpoint.layout import decoder_layers
-from semmoe.engines.transformers.tokenizer import (
-    LOCAL_AND_INERT,
-    digest,
-    load_tokenizer,
-    one_line,
-    tokenizer_hash,
-)
+from semmoe.engines.transformers.tokenizer import LOCAL_AND_INERT, digest, load_tokenizer, one_line, tokenizer_hash
+from semmoe.io.files import read_object
 from semmoe.topology import Fingerprint
 
 # Configuration fields that affect routing; a plan is refused if any of them differs.

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from semmoe.checkpoint.directory import config_file, read_object
+from semmoe.checkpoint.directory import config_file
+from semmoe.io.files import read_object
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Arguments of every `from_pretrained`: nothing is downloaded, and no code of the directory is run.

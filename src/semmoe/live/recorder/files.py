@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from semmoe.engines.private import open_folder, read_private
-from semmoe.io.bounds import bounds
 from semmoe.io.files import save_json
 from semmoe.settings import RecordSettings
 
@@ -26,9 +25,9 @@ Count = Annotated[int, Field(ge=0)]
 
 def _limited(name: str) -> Any:
     """A field with the default and the bounds of the field `name` of RecordSettings."""
-    low, high = bounds(RecordSettings, name)
-    default = getattr(RecordSettings(), name)
-    return Field(default=default, ge=type(default)(low), le=type(default)(high))
+    one = RecordSettings.__dataclass_fields__[name]
+    kind: Any = type(one.default)
+    return Field(default=one.default, ge=kind(one.metadata["low"]), le=kind(one.metadata["high"]))
 
 
 class Control(BaseModel):

@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.core import DECODE, PREFILL
-from semmoe.io.files import array_shape
 from semmoe.live.recorder.files import Control, Status
 from semmoe.topology import Fingerprint
-from semmoe.traces.trace import TraceHeader, TraceWriter, shard_paths
+from semmoe.traces.trace import TraceHeader, TraceWriter, num_tokens
 
 SLOTS = 1 << 16  # most unfinished requests at a time; further ones are skipped
 REFUSED = SLOTS  # the slot of every request that is not recorded
@@ -200,7 +199,7 @@ class Memory:
         self._writer = TraceWriter(path, header, shard_tokens, private=True)
         self._status = status
         status.requests = self._writer.num_requests  # not 0 if the server restarted during this run
-        status.tokens = sum(array_shape(shard, "token_ids")[0] for shard in shard_paths(path))
+        status.tokens = num_tokens(path)
         self._requests = Requests(control.sample)
         self._store = RowStore(self._fingerprint, capacity - shard_tokens)
         self._finished: dict[int, tuple[np.ndarray, int]] = {}  # prompt and length by slot
