@@ -45,6 +45,7 @@ from semmoe.numeric.assignment import improve_assignment
 from semmoe.numeric.jit import njit
 from semmoe.requests.policy import PromptScores
 from semmoe.requests.scheduler import Assigned, Prompt, RequestScheduler
+from semmoe.traces.affinity import known_rows
 
 SWEEPS = 20  # passes over a window
 LEAST_WORK = 1e-9  # of a request, in tokens
@@ -98,7 +99,6 @@ class CapacityScheduler(RequestScheduler):
         self.mean_length = float(table.mean_length)
         self._price_per_request = self.settings.feedback * table.score_spread
         self._seen, self._mean_work = 0, 0.0  # requests, and the mean of their work
-        self._stamp, self._tick = np.zeros(rows, np.int64), 0
         self._work, self._expected = np.zeros(D), np.zeros(D)  # the ledger with and without the corrections of `finish`
 
     @property
@@ -108,11 +108,14 @@ class CapacityScheduler(RequestScheduler):
 
     def score(self, prompt_ids: Prompt) -> np.ndarray:
         """(D,) float64: estimated share of the request's pairs that each group hosts."""
-        self._tick += 1
-        ids = np.asarray(prompt_ids, np.int64)
-        out = self._bias.copy()
-        self.unknown_tokens += _add_scores(ids, self._scores, self._weights, self._stamp, self._tick, out)
-        return out
+        rows = known_rows(np.asarray(prompt_ids, np.int64), len(self._weights))
+        self.unknown_tokens += int(np.count_nonzero(rows == len(self._weights) - 1))
+        distinct = np.unique(rows)
+        weight = self._weights[distinct].sum(dtype=np.float64)
+        if weight <= 0:
+            return self._bias.copy()
+        total: np.ndarray = self._scores[distinct].sum(axis=0, dtype=np.float64)
+        return self._bias + total / np.sqrt(weight)
 
     def admit(self, prompts: Sequence[Prompt], expected_tokens: Sequence[float] | None = None) -> list[Assigned]:
         each = [self.mean_length] * len(prompts) if expected_tokens is None else expected_tokens
@@ -182,30 +185,6 @@ class CapacityScheduler(RequestScheduler):
         D = len(self._work)
         mean = (self._work.sum() + work.sum()) / D
         return float(mean + max(self.settings.lead_requests * self._mean_work / D, self.settings.lead_share * mean))
-
-
-@njit()
-def _add_scores(ids, scores, weights, stamp, tick, out):
-    """Add a prompt's score to `out` (D,); returns how many of its ids are outside the vocabulary.
-
-    stamp (V + 1,): the tick at which an id was last seen, so that each id counts once and nothing must be cleared.
-    """
-    last = len(weights) - 1
-    unknown, weight = 0, 0.0
-    total = np.zeros(len(out))
-    for token in ids:
-        row = token
-        if token < 0 or token >= last:
-            row = last
-            unknown += 1
-        if stamp[row] != tick:
-            stamp[row] = tick
-            weight += weights[row]
-            for d in range(len(total)):
-                total[d] += scores[row, d]
-    if weight > 0:
-        out += total / np.sqrt(weight)
-    return unknown
 
 
 @njit()
