@@ -1,10 +1,10 @@
-"""Local search over any layouts, for any costs: swaps, replacements and promotions, by tables of what they change.
+"""Local search over any layouts, for any costs: swaps, replacements and promotions, by tables of their gains.
 
 The tables are those of `swaps` without copies and for uniform costs, where a swap's gain is exact. Else they are those
-of `replicas`, by which moves are estimated and counted as what they turn out to be. The best of all moves is made. Then
-only sets that hold an expert that moved have their contributions taken out and put in again. The search goes on from
-where no move gains (tabu search, Glover 1989): it makes the move that costs least, leaves these experts alone for a
-while, and keeps the best layout that it saw.
+of `replicas`, which estimate the gain of a move; the cost of the layout after it is exact. The best of all moves is
+made. Then only sets that hold an expert that moved have their contributions taken out and put in again. Where no move
+gains, the search continues (tabu search, Glover 1989): it makes the move that costs least, leaves these experts alone
+for a while, and keeps the best layout that it saw.
 """
 
 import numpy as np
@@ -21,14 +21,16 @@ SWAP, REPLACE, PROMOTE = 0, 1, 2
 @bare
 def best_swap(state, tables, prices, turn):
     """Return what `best_move` does, without copies: the best swap, experts in their order."""
-    E, best, first, other = state.primary.shape[0], -np.inf, -1, -1
+    E, best = state.primary.shape[0], -np.inf
+    first = other = -1
     for a in range(E):
         p = state.slot_of[a, state.primary[a]]
         for b in range(a + 1, E):
             q = state.slot_of[b, state.primary[b]]
             gain = _swap_gain(state, tables, prices, turn, best, (a, p, state.primary[a]), (b, q, state.primary[b]))
             if gain > best and may_move(turn, gain, a, b):
-                best, first, other = gain, p, q
+                best = gain
+                first, other = p, q
     return SWAP if first >= 0 else -1, first, other
 
 
@@ -69,8 +71,12 @@ def _best_partner(state, tables, prices, turn, best, p):
 
 @inlined
 def _swap_gain(state, tables, prices, turn, best, one, other):
-    """The gain of a swap of slots p and q; -inf if it is not above `best`, or one of their ranks has both experts."""
-    (a, p, x), (b, q, y), gain = one, other, -np.inf
+    """The gain of a swap; -inf if it is not above `best`, or if a rank would have an expert twice.
+
+    one, other: the experts that change places, each with its slot and its rank.
+    """
+    (a, p, x), (b, q, y) = one, other
+    gain = -np.inf
     if state.slot_of[a, y] < 0 and state.slot_of[b, x] < 0:
         rows = tables.move[p, y] + tables.move[q, x] - tables.twice[p, q] - tables.twice[q, p]
         moved = prices.move_cost[a, x] - prices.move_cost[a, y] + prices.move_cost[b, y] - prices.move_cost[b, x]
@@ -145,7 +151,7 @@ def _promotion(state, tables, prices, top, p):
 
 @inlined
 def _share(state, served, p):
-    """The share of its expert's pairs that the copy in slot p computes: all, if there is no other copy."""
+    """The share of its expert's pairs that the copy in slot p computes: all, of an only copy."""
     e = state.slots[p // state.slots.shape[1], p % state.slots.shape[1]]
     return 1.0 if state.copies[e] == 1 else _portion(served[p], state.expert_load[e])
 
@@ -191,7 +197,7 @@ def _put(state, p, old, new):
 
 
 def _settle(state, tables, price_steps, fill=contribute):
-    """Settle prices and make the tables anew by `fill`, after slots and primaries were changed."""
+    """Settle prices and fill the tables again, by `fill`, after slots and primaries were changed."""
     index(state)
     settle(state, price_steps)
     tables.sums[:] = 0.0
@@ -222,7 +228,7 @@ def sum_move_costs(slots, move_cost):
 
 
 def search_moves(state, scratch, prices, effort, single):
-    """Rounds of: settle prices, then at most `steps` best moves, until `patience` of them found nothing better.
+    """Rounds of: settle prices, then at most `steps` best moves, until `patience` moves found nothing better.
 
     prices: `loads.Prices`. single: there are no copies and costs are uniform, so that the tables of `swaps` are enough.
     Returns (cost per token without load and moves, mean highest load, moves made).

@@ -1,4 +1,4 @@
-"""Local search over layouts of one layer's experts: its objective, prices and limits; `moves` makes the moves.
+"""Local search over layouts of a layer's experts: its objective, prices and limits; `moves` makes the moves.
 
 A layout is `slots` (G, P / G), the expert in every slot of every rank, and `primary` (E,), the rank whose copy is
 used by ranks whose node has none. Tokens come as sets: the distinct rows of routed experts (U, K) with their weights

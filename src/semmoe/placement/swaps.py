@@ -1,9 +1,9 @@
 """The tables of `moves` for layouts without copies and uniform costs, in less time than those of `replicas`.
 
-Moving expert a alone to rank y changes the values of the sets that hold a. `move[p, y]` is the sum of these changes
-for a in slot p. A swap of a (on x) with b (on y, in slot q) changes the value of a set that holds one of them as that
-move alone does, and leaves a set that holds both as it is. So with `twice[p, q]`, the part of move[p, y] from sets
-which hold b too,
+Moving expert a alone to rank y changes the values of the sets that hold a. `move[p, y]` is their sum for a in slot p.
+A swap of a (on x) with b (on y, in slot q) changes the value of a set that holds one expert as that expert's move alone
+does, and leaves the value of a set that holds both. So with `twice[p, q]`, the part of move[p, y] from sets which
+hold b too,
 
     gain of the swap = move[p, y] + move[q, x] - twice[p, q] - twice[q, p]
 
@@ -61,15 +61,25 @@ def contribute(state, tables, sets, count, sign):
                 _change_away(state, (counts, node_counts, more), d, x, gone, gone_nodes, change)
                 for y in range(G):
                     change[y] -= value
-            row = tables.move[places[i]]
-            for y in range(G):
-                row[y] += weight * change[y]
-            # a swap with another expert of the set leaves the set as it is: `twice` takes the change out again
-            for j in range(K):
-                if ranks[j] != x:
-                    tables.twice[places[i], places[j]] += weight * change[ranks[j]]
+            _add_changes(tables.move, tables.twice, (ranks, places), i, weight, change)
         for x in ranks:
             counts[x] = node_counts[node_of[x]] = 0
+
+
+@inlined
+def _add_changes(move, twice, where, i, weight, change):
+    """Add to the tables the change (G,) of the set's value by the rank that its expert i moves to, times `weight`.
+
+    where: ranks and slots (K,) of the set's experts.
+    """
+    ranks, places = where
+    row = move[places[i]]
+    for y in range(change.shape[0]):
+        row[y] += weight * change[y]
+    # a swap with another expert of the set leaves the set's value: `twice` takes the change out again
+    for j in range(ranks.shape[0]):
+        if ranks[j] != ranks[i]:
+            twice[places[i], places[j]] += weight * change[ranks[j]]
 
 
 @inlined

@@ -195,12 +195,12 @@ def _greedy(value: np.ndarray, work: np.ndarray, room: np.ndarray, ledger: np.nd
     """
     added, groups = np.zeros(len(room)), np.empty(len(work), np.int64)
     for i, own in enumerate(work):
-        worth, load = value[i] - price * added, ledger + added
+        gain, load = value[i] - price * added, ledger + added
         fits = added + own <= room + 1e-9
         if fits.any():
-            best = fits & (worth == worth[fits].max())
+            best = fits & (gain == gain[fits].max())
             groups[i] = np.where(best, load, np.inf).argmin()
         else:
-            groups[i] = np.where(load <= load.min() + 1e-9, worth, -np.inf).argmax()
+            groups[i] = np.where(load <= load.min() + 1e-9, gain, -np.inf).argmax()
         added[groups[i]] += own
     return groups

@@ -102,7 +102,8 @@ def cover(expert_ids, copies, source, num_ranks):
         reached[:] = False
         # an expert with one nearest copy is computed there, so that the token reaches this rank anyway
         for i in range(K):
-            e, number, rank = expert_ids[t, i], 0, -1
+            e, number = expert_ids[t, i], 0
+            rank = -1
             for x in range(ranks.shape[1] if e >= 0 else 0):
                 if ranks[e, x] >= 0:
                     rank = ranks[e, x]
