@@ -27,7 +27,7 @@ ROOMS = {
     "traces": 1233,
     "tokens": 994,
     "requests": 678,
-    "placement": 2648,
+    "placement": 2640,
     "paper": 575,
     "costs": 826,
     "evaluation": 688,

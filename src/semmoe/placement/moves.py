@@ -18,30 +18,18 @@ from semmoe.placement.swaps import contribute as contribute_swaps
 SWAP, REPLACE, PROMOTE = 0, 1, 2
 
 
-@bare
-def best_swap(state, tables, prices, turn):
-    """Return what `best_move` does, without copies: the best swap, experts in their order."""
-    E, best = state.primary.shape[0], -np.inf
-    first = other = -1
-    for a in range(E):
-        p = state.slot_of[a, state.primary[a]]
-        for b in range(a + 1, E):
-            q = state.slot_of[b, state.primary[b]]
-            gain = _swap_gain(state, tables, prices, turn, best, (a, p, state.primary[a]), (b, q, state.primary[b]))
-            if gain > best and may_move(turn, gain, a, b):
-                best = gain
-                first, other = p, q
-    return SWAP if first >= 0 else -1, first, other
-
-
 @njit
-def best_move(state, tables, prices, turn):
-    """Return (kind, slot p, slot q or expert b) of the best move of experts that may move; kind -1: none."""
+def best_move(state, tables, prices, turn, order):
+    """Return (kind, slot p, slot q or expert b) of the best move of experts that may move; kind -1: none.
+
+    order (P,): of the slots, by which the first of equal moves is chosen.
+    """
     S = state.slots.shape[1]
     best, kind, first, other = -np.inf, -1, -1, -1
-    for p in range(state.slots.size):
+    for i in range(state.slots.size):
+        p = order[i]
         a = state.slots[p // S, p % S]
-        gain, q = _best_partner(state, tables, prices, turn, best, p)
+        gain, q = _best_partner(state, tables, prices, turn, best, order, i)
         if gain > best:
             best, kind, first, other = gain, SWAP, p, q
         if state.copies[a] == 1:
@@ -57,13 +45,15 @@ def best_move(state, tables, prices, turn):
 
 
 @bare
-def _best_partner(state, tables, prices, turn, best, p):
-    """Return (gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
+def _best_partner(state, tables, prices, turn, best, order, i):
+    """Return (gain, slot) of the best swap of slot order[i] with a later one, if better than `best`."""
     S, other = state.slots.shape[1], -1
-    a = state.slots[p // S, p % S]
-    for q in range((p // S + 1) * S, state.slots.size):
-        b = state.slots[q // S, q % S]
-        gain = _swap_gain(state, tables, prices, turn, best, (a, p, p // S), (b, q, q // S))
+    p = order[i]
+    a, x = state.slots[p // S, p % S], p // S
+    for j in range(i + 1, order.shape[0]):
+        q = order[j]
+        b, y = state.slots[q // S, q % S], q // S
+        gain = _swap_gain(state, tables, prices, turn, best, (a, p, x), (b, q, y))
         if gain > best and may_move(turn, gain, a, b):
             best, other = gain, q
     return best if other >= 0 else -np.inf, other
@@ -252,6 +242,7 @@ def _make_moves(state, scratch, tables, prices, effort, moves, single):
     S, E = state.slots.shape[1], state.primary.shape[0]
     slots, primary = state.slots.copy(), state.primary.copy()
     free, best, last = np.zeros(E, np.int64), np.inf, -1
+    order = np.arange(state.slots.size)
     for step in range(effort.steps + 1):
         # what the layout costs, of which the tables hold the rows
         _spread(state, tables.served, prices)
@@ -262,8 +253,9 @@ def _make_moves(state, scratch, tables, prices, effort, moves, single):
             best, last = now, step - 1
             copy_ints(state.slots, slots)
             copy_ints(state.primary, primary)
-        turn = Turn(top, free, step, now - best + 1e-9)
-        kind, p, other = best_swap(state, tables, prices, turn) if single else best_move(state, tables, prices, turn)
+        for e in range(E if single else 0):  # without copies, slots are in the order of their experts
+            order[e] = state.slot_of[e, state.primary[e]]
+        kind, p, other = best_move(state, tables, prices, Turn(top, free, step, now - best + 1e-9), order)
         if kind < 0 or step - last > effort.patience or step == effort.steps:
             break
         moves += 1
