@@ -75,7 +75,6 @@ def looked_up(state, found):  # every step looks at all swaps, and with copies a
     return found[2] * (G * S * (G * S - S) // 2 + (G * S * (E - S) if G * S > E else 0)), found[2]
 try:
     from semmoe.placement import layers
-    count_moves(layers, "search_swaps", looked_up)
     count_moves(layers, "search_moves", looked_up)
 except ImportError:  # a checkout whose search judges moves one by one and does not say how many it makes
     from semmoe.placement import cocluster

@@ -7,7 +7,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from semmoe.core import DECODE, Placement, Plan, RoutingTrace
-from semmoe.tokens import slices
+from semmoe.tokens import kernels, slices
 from semmoe.tokens.kernels import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
 from semmoe.tokens.regression import TOKEN_PRIOR
 from semmoe.topology import Topology
@@ -377,6 +377,12 @@ def exchange_seconds(sent, topology: Topology, tiers, shared: bool) -> float:
     return total + (sum(travels) if shared else math.sqrt(sum(t * t for t in travels)))
 
 
+def observe(running, previous, seen, slots, expert_ids, rows) -> None:
+    """`semmoe.tokens.kernels.observe`, in which no token's contribution is asked for."""
+    nothing = np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_)
+    kernels.observe(running, previous, seen, slots, expert_ids, rows, *nothing)
+
+
 class History:
     """What a request's previous tokens predict about its next one: one state per request slot and layer.
 
@@ -418,7 +424,7 @@ class History:
 
     def observe(self, layer: int, slots: np.ndarray, expert_ids: np.ndarray) -> None:
         """Update the state: tokens of `slots` (B,) chose `expert_ids` (B, K); tokens of one slot are in their order."""
-        slices.observe(*self.state(layer), slots, expert_ids, self._rows[layer])
+        observe(*self.state(layer), slots, expert_ids, self._rows[layer])
 
     def state(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Running means, previous rows and numbers of tokens seen, of every slot at a layer."""

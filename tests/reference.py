@@ -10,12 +10,12 @@ last bits.
 from collections.abc import Sequence
 
 import numpy as np
+import oracles
 import torch
 from torch import Tensor
 
 from semmoe.runtime.rows import sum_in_order
 from semmoe.runtime.tables import ScoreTables, Turns
-from semmoe.tokens import slices
 from semmoe.tokens.kernels import (
     BUCKETS,
     FINE_BITS,
@@ -206,7 +206,7 @@ def observe_in_turn(
     local = np.repeat(np.arange(len(turns.slots)), np.diff(turns.first.cpu().numpy()))
     ids, tables = expert_ids[:, turns.rows].long().cpu().numpy(), rows.cpu().numpy()
     for layer in range(len(rows)):
-        slices.observe(means[layer], last[layer], times[layer], local, ids[layer], tables[layer])
+        oracles.observe(means[layer], last[layer], times[layer], local, ids[layer], tables[layer])
     for state, array in zip(states, arrays, strict=True):
         state[:, turns.slots] = torch.from_numpy(array).to(state.device)
 

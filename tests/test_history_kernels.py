@@ -1,6 +1,7 @@
 """The kernels of histories and of traffic against plain torch, bit for bit; Triton runs in its interpreter here."""
 
 import numpy as np
+import oracles
 import pytest
 import reference
 import torch
@@ -8,7 +9,6 @@ from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 
 from semmoe.runtime.kernels import on_cpu
 from semmoe.runtime.tables import Turns
-from semmoe.tokens import slices as by_numba
 
 SHAPES = ((1, 1, 1, 4), (5, 3, 2, 6), (60, 12, 3, 8), (512, 8, 8, 128))  # rows, ranks, experts of a token, experts
 
@@ -55,7 +55,7 @@ def check_in_turn(
     turns = Turns.of(slots, given[0].device)
     kernels.observe_in_turn(*given, turns, on(torch.from_numpy(ids)))
     for layer in range(layers):
-        by_numba.observe(running[layer], previous[layer], seen[layer], slots, ids[layer], table[layer])
+        oracles.observe(running[layer], previous[layer], seen[layer], slots, ids[layer], table[layer])
     for ours, theirs in zip(given[1:], (running, previous, seen), strict=True):
         np.testing.assert_array_equal(ours.cpu().numpy()[:, 1:], theirs[:, 1:])
 

@@ -53,14 +53,16 @@ def test_the_table_s_gain_of_every_swap_is_what_loops_find(topology, seed, price
     G = topology.ep_size
     instance, (slots, primary) = random_sets(seed, 8, topology.dp_size), random_layout(seed, 8, G)
     state, _ = make_state(instance, slots.copy(), primary.copy(), topology, uniform_costs(topology))
-    gains = swaps.make_gains(state)
-    swaps._settle(state, gains, price_steps)
+    tables, place = make_tables(state), np.argsort(slots, axis=None)
+    moves._settle(state, tables, price_steps, swaps.contribute)
     before = value(instance, slots, primary, topology, state.price, hosting=True)
+    assert tables.value[0] == pytest.approx(before, abs=1e-6)
     for a, b in ((a, b) for a, b in product(range(8), repeat=2) if primary[a] != primary[b]):
         swapped = primary.copy()
         swapped[a], swapped[b] = primary[b], primary[a]
         other = np.argsort(swapped, kind="stable").reshape(G, -1)
-        gain = gains.move[a, primary[b]] + gains.move[b, primary[a]] - gains.both[a, b] - gains.both[b, a]
+        p, q = place[a], place[b]
+        gain = tables.move[p, primary[b]] + tables.move[q, primary[a]] - tables.twice[p, q] - tables.twice[q, p]
         after = value(instance, other, swapped, topology, state.price, hosting=True)
         assert gain == pytest.approx(after - before, abs=1e-6)
 
@@ -191,10 +193,9 @@ def search(
     E = len(primary)
     mixes = np.full((E, 2), topology.ep_size / E) if mixes is None else mixes
     single = slots.size == E and state.uniform
-    run = swaps.search_swaps if single else moves.search_moves
     move_cost = np.zeros((E, topology.ep_size)) if move_cost is None else move_cost
     prices, effort = make_prices(move_cost, mixes, load_price), Effort(0, rounds, steps, steps, 2, seed)
-    cost, load, made = run(state, scratch, prices, effort)
+    cost, load, made = moves.search_moves(state, scratch, prices, effort, single)
     return state, cost, load, made
 
 
@@ -315,7 +316,7 @@ def test_prices_are_settled_between_rounds():
     state, scratch = make_state(instance, *layout, Topology(ep_size=4), uniform_costs(Topology(ep_size=4)))
     move_cost, mixes = np.zeros((8, 4)), np.full((8, 2), 0.5)
     prices, effort = make_prices(move_cost, mixes, 0.0), Effort(4, 3, 20, 20, 2, 0)
-    swaps.search_swaps(state, scratch, prices, effort)
+    moves.search_moves(state, scratch, prices, effort, single=True)
     assert state.price.any()
     settle(state, 0)
     full = np.bincount(state.home, state.weight, 4)

@@ -139,13 +139,13 @@ def server(state, expert, home):
 
 
 @njit
-def best_homes(state, value, home):
-    """Fill value (U,) and home (U,): the ranks of the sets' groups that cost least, the lowest of equally good ones.
+def best_homes(state):
+    """Fill value and home: the ranks of the sets' groups that cost least, the lowest of equally good ones.
 
     Without copies and with uniform costs, candidates are the ranks that host one of the set's experts, if any does.
     """
     if state.uniform and state.slots.size == state.primary.shape[0]:
-        _best_homes_single(state, value, home)
+        _best_homes_single(state)
         return
     S, K = state.group_size, state.sets.shape[1]
     servers, cost = np.zeros((S, K), np.int64), np.zeros(S)
@@ -155,7 +155,7 @@ def best_homes(state, value, home):
         best = 0
         for s in range(1, S):  # a loop, since argmin takes half a second to compile
             best = s if cost[s] < cost[best] else best
-        value[u], home[u] = -cost[best], state.group[u] * S + best
+        state.value[u], state.home[u] = -cost[best], state.group[u] * S + best
 
 
 @inlined
@@ -209,7 +209,7 @@ def count_ranks(state, u, ranks, counts, node_counts):
 
 
 @njit
-def _best_homes_single(state, value, home):
+def _best_homes_single(state):
     """`best_homes` without copies: the experts determine the ranks and nodes reached, the home only what is local."""
     activation, per_rank, per_node = state.weights
     G, K = state.slots.shape[0], state.sets.shape[1]
@@ -233,6 +233,6 @@ def _best_homes_single(state, value, home):
                 gain = -activation * K - state.price[rank] - per_rank * reached - per_node * away
                 if gain > best:
                     best, chosen = gain, rank
-        value[u], home[u] = best, chosen
+        state.value[u], state.home[u] = best, chosen
         for rank in ranks:
             local[rank] = by_node[state.node_of[rank]] = 0

@@ -1,8 +1,7 @@
 """The search for layouts of one layer: roughly from several starts on a sample, then finer from the best of these.
 
-Without copies, for uniform costs and several homes the moves are those of `swaps`, else those of `moves`. Over several
-nodes, starts come from a search in which nodes are the ranks (`hierarchy`). A layout's load has a price, which all
-layers share (`cocluster`).
+Over several nodes, starts come from a search in which nodes are the ranks (`hierarchy`). A layout's load has a price,
+which all layers share (`cocluster`).
 """
 
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from semmoe.placement.loads import draw_mixes, make_prices
 from semmoe.placement.moves import search_moves, sum_move_costs
 from semmoe.placement.problem import Tokens
 from semmoe.placement.search import Effort
-from semmoe.placement.swaps import search_swaps
 from semmoe.settings import CoclusterSettings
 from semmoe.topology import Topology
 from semmoe.traces.affinity import pair_count
@@ -217,10 +215,8 @@ class LayerSearch:
             seed=int(self.rng.integers(2**31)),
         )
         prices = make_prices(self.move_costs, self.mixes, load_price)
-        if not problem.redundant and state.uniform and problem.topology.attn_tp_size > 1:
-            cost, load, _ = search_swaps(state, scratch, prices, effort)  # the same moves in less time
-        else:
-            cost, load, _ = search_moves(state, scratch, prices, effort)
+        single = not problem.redundant and state.uniform and problem.topology.attn_tp_size > 1
+        cost, load, _ = search_moves(state, scratch, prices, effort, single)
         return Layout(state.slots, state.primary, cost, load, float(sum_move_costs(state.slots, self.move_costs)))
 
 

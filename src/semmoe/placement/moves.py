@@ -1,26 +1,35 @@
-"""Local search over any layouts, for any costs: swaps, replacements and promotions, by the tables of `replicas`.
+"""Local search over any layouts, for any costs: swaps, replacements and promotions, by tables of their gains.
 
-The search is that of `swaps`, with moves that are estimated from the tables and counted as what they turn out to be.
+The tables are those of `swaps` without copies and for uniform costs, where a swap's gain is exact. Else they are those
+of `replicas`, which estimate the gain of a move; the cost of the layout after it is exact. The best of all moves is
+made. Then only sets that hold an expert that moved have their contributions taken out and put in again. Where no move
+gains, the search continues (tabu search, Glover 1989): it makes the move that costs least, leaves these experts alone
+for a while, and keeps the best layout that it saw.
 """
 
 import numpy as np
 
-from semmoe.placement.homes import index, next_near, next_primary, njit
+from semmoe.placement.homes import bare, index, inlined, next_near, next_primary, njit
 from semmoe.placement.loads import highest, load_gain
 from semmoe.placement.replicas import contribute, make_tables
 from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
+from semmoe.placement.swaps import contribute as contribute_swaps
 
 SWAP, REPLACE, PROMOTE = 0, 1, 2
 
 
 @njit
-def best_move(state, tables, prices, turn):
-    """Return (kind, slot p, slot q or expert b) of the best move of experts that may move; kind -1: none."""
+def best_move(state, tables, prices, turn, order):
+    """Return (kind, slot p, slot q or expert b) of the best move of experts that may move; kind -1: none.
+
+    order (P,): of the slots, by which the first of equal moves is chosen.
+    """
     S = state.slots.shape[1]
     best, kind, first, other = -np.inf, -1, -1, -1
-    for p in range(state.slots.size):
+    for i in range(state.slots.size):
+        p = order[i]
         a = state.slots[p // S, p % S]
-        gain, q = _best_partner(state, tables, prices, turn, best, p)
+        gain, q = _best_partner(state, tables, prices, turn, best, order, i)
         if gain > best:
             best, kind, first, other = gain, SWAP, p, q
         if state.copies[a] == 1:
@@ -35,31 +44,40 @@ def best_move(state, tables, prices, turn):
     return kind, first, other
 
 
-@njit
-def _best_partner(state, tables, prices, turn, best, p):
-    """Return (gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
-    move_cost = prices.move_cost
-    slots, slot_of = state.slots, state.slot_of
-    move, twice, served = tables.move, tables.twice, tables.served
-    S = slots.shape[1]
-    x, other = p // S, -1
-    a = slots[x, p % S]
-    sent = a, _share(served[p], state.expert_load[a])  # of its pairs, that its copy in slot p computes
-    for q in range((x + 1) * S, slots.size):
-        y = q // S
-        b = slots[y, q % S]
-        if slot_of[a, y] >= 0 or slot_of[b, x] >= 0:
-            continue
-        gain = (move[p, y] + move[q, x] - twice[p, q] - twice[q, p]) / state.total_weight
-        gain += move_cost[a, x] - move_cost[a, y] + move_cost[b, y] - move_cost[b, x]
-        # no swap saves more load than all that x and y have above the others
-        if gain + prices.load_price * (turn.top - prices.loads.least[x, y]) <= best:
-            continue
-        back = _share(served[q], state.expert_load[b])
-        gain += load_gain(prices, turn.top, x, y, sent, (b, back, back))
+@bare
+def _best_partner(state, tables, prices, turn, best, order, i):
+    """Return (gain, slot) of the best swap of slot order[i] with a later one, if better than `best`."""
+    S, other = state.slots.shape[1], -1
+    p = order[i]
+    a, x = state.slots[p // S, p % S], p // S
+    for j in range(i + 1, order.shape[0]):
+        q = order[j]
+        b, y = state.slots[q // S, q % S], q // S
+        gain = _swap_gain(state, tables, prices, turn, best, (a, p, x), (b, q, y))
         if gain > best and may_move(turn, gain, a, b):
             best, other = gain, q
     return best if other >= 0 else -np.inf, other
+
+
+@inlined
+def _swap_gain(state, tables, prices, turn, best, one, other):
+    """The gain of a swap; -inf if it is not above `best`, or if a rank would have an expert twice.
+
+    one, other: the experts that change places, each with its slot and its rank.
+    """
+    (a, p, x), (b, q, y) = one, other
+    gain = -np.inf
+    if state.slot_of[a, y] < 0 and state.slot_of[b, x] < 0:
+        rows = tables.move[p, y] + tables.move[q, x] - tables.twice[p, q] - tables.twice[q, p]
+        moved = prices.move_cost[a, x] - prices.move_cost[a, y] + prices.move_cost[b, y] - prices.move_cost[b, x]
+        gain = rows / state.total_weight + moved
+        # no swap saves more load than all that x and y have above the others
+        if gain + prices.load_price * (turn.top - prices.loads.least[min(x, y), max(x, y)]) <= best:
+            gain = -np.inf
+        else:
+            back = _share(state, tables.served, q)
+            gain += load_gain(prices, turn.top, x, y, (a, _share(state, tables.served, p)), (b, back, back))
+    return gain
 
 
 @njit
@@ -71,7 +89,7 @@ def _best_successor(state, tables, prices, turn, best, p):
     S = state.slots.shape[1]
     x, other = p // S, -1
     a = state.slots[x, p % S]
-    sent = a, _share(tables.served[p], state.expert_load[a])
+    sent = a, _share(state, tables.served, p)
     z = _fallback_rank(state, a, x)  # a's pairs on x go there
     slack = prices.load_price * (turn.top - prices.loads.least[min(x, z), max(x, z)])
     for b in range(primary.shape[0]):
@@ -81,7 +99,7 @@ def _best_successor(state, tables, prices, turn, best, p):
         if gain + slack <= best:
             continue
         # b's new copy takes a share from its other copies: from z, if that is where its primary is
-        came = _share(_taken(state, tables.at_home, b, x), state.expert_load[b])
+        came = _portion(_taken(state, tables.at_home, b, x), state.expert_load[b])
         gain += load_gain(prices, turn.top, x, z, sent, (b, came, came if primary[b] == z else 0.0))
         if gain > best and may_move(turn, gain, a, b):
             best, other = gain, b
@@ -117,12 +135,19 @@ def _promotion(state, tables, prices, top, p):
     z = state.primary[a]
     # the primary computes the pairs of other homes than its own, and these go to x
     remote = tables.served[state.slot_of[a, z]] - tables.at_home[a, z]
-    sent = a, _share(remote, state.expert_load[a])
+    sent = a, _portion(remote, state.expert_load[a])
     return tables.promote[p] / state.total_weight + load_gain(prices, top, z, x, sent, (a, 0.0, 0.0))
 
 
+@inlined
+def _share(state, served, p):
+    """The share of its expert's pairs that the copy in slot p computes: all, of an only copy."""
+    e = state.slots[p // state.slots.shape[1], p % state.slots.shape[1]]
+    return 1.0 if state.copies[e] == 1 else _portion(served[p], state.expert_load[e])
+
+
 @njit
-def _share(pairs, all_pairs):
+def _portion(pairs, all_pairs):
     return pairs / max(all_pairs, 1e-9)
 
 
@@ -161,13 +186,13 @@ def _put(state, p, old, new):
     state.slots[x, p % S] = new
 
 
-def _settle(state, tables, price_steps):
-    """Settle prices and make the tables anew, after slots and primaries were changed."""
+def _settle(state, tables, price_steps, fill=contribute):
+    """Settle prices and fill the tables again, by `fill`, after slots and primaries were changed."""
     index(state)
     settle(state, price_steps)
     tables.sums[:] = 0.0
     every = np.arange(len(state.sets))
-    contribute(state, tables, every, every.size, 1.0)
+    fill(state, tables, every, every.size, 1.0)
 
 
 @njit
@@ -177,7 +202,7 @@ def _spread(state, served, prices):
     load[:] = 0.0
     for p in range(state.slots.size):
         e = state.slots[p // S, p % S]
-        share = _share(served[p], state.expert_load[e])
+        share = _share(state, served, p)
         for j in range(mixes.shape[1]):
             load[p // S, j] += share * mixes[e, j]
 
@@ -192,24 +217,32 @@ def sum_move_costs(slots, move_cost):
     return total
 
 
-def search_moves(state, scratch, prices, effort):
-    """Search as `swaps.search_swaps` does; same arguments and results."""
+def search_moves(state, scratch, prices, effort, single):
+    """Rounds of: settle prices, then at most `steps` best moves, until `patience` moves found nothing better.
+
+    prices: `loads.Prices`. single: there are no copies and costs are uniform, so that the tables of `swaps` are enough.
+    Returns (cost per token without load and moves, mean highest load, moves made).
+    """
     start(scratch, effort.seed)
     tables, moves = make_tables(state), 0
-    for _ in range(effort.rounds):
-        _settle(state, tables, effort.price_steps)
-        moves = _make_moves(state, scratch, tables, prices, effort, moves)
-    _settle(state, tables, 0)
+    fill = contribute_swaps if single else contribute
+    for _ in range(effort.rounds):  # not compiled: each call of a compiled function from another costs seconds
+        _settle(state, tables, effort.price_steps, fill)
+        moves = _make_moves(state, scratch, tables, prices, effort, moves, single)
+    if single:
+        state.slots.sort(axis=1)
+    _settle(state, tables, 0, fill)
     _spread(state, tables.served, prices)
     return -tables.value[0] / state.total_weight, highest(prices.loads), moves
 
 
 @njit
-def _make_moves(state, scratch, tables, prices, effort, moves):
+def _make_moves(state, scratch, tables, prices, effort, moves, single):
     """Make the moves of one round, leave the best layout found, and return `moves` plus the number made."""
     S, E = state.slots.shape[1], state.primary.shape[0]
     slots, primary = state.slots.copy(), state.primary.copy()
     free, best, last = np.zeros(E, np.int64), np.inf, -1
+    order = np.arange(state.slots.size)
     for step in range(effort.steps + 1):
         # what the layout costs, of which the tables hold the rows
         _spread(state, tables.served, prices)
@@ -220,7 +253,9 @@ def _make_moves(state, scratch, tables, prices, effort, moves):
             best, last = now, step - 1
             copy_ints(state.slots, slots)
             copy_ints(state.primary, primary)
-        kind, p, other = best_move(state, tables, prices, Turn(top, free, step, now - best + 1e-9))
+        for e in range(E if single else 0):  # without copies, slots are in the order of their experts
+            order[e] = state.slot_of[e, state.primary[e]]
+        kind, p, other = best_move(state, tables, prices, Turn(top, free, step, now - best + 1e-9), order)
         if kind < 0 or step - last > effort.patience or step == effort.steps:
             break
         moves += 1
@@ -229,7 +264,10 @@ def _make_moves(state, scratch, tables, prices, effort, moves):
         count = collect(state, scratch, a, b, moves)
         # what sets with a or b contribute is taken out before the move and put in again after it
         for sign in (-1.0, 1.0):  # written once, since each call costs seconds of compilation
-            contribute(state, tables, scratch.touched, count, sign)
+            if single:
+                contribute_swaps(state, tables, scratch.touched, count, sign)
+            else:
+                contribute(state, tables, scratch.touched, count, sign)
             if sign < 0:
                 make_move(state, kind, p, other)
         free[a] = free_again(step, effort.tenure)

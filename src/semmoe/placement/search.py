@@ -1,4 +1,4 @@
-"""Local search over layouts of one layer's experts: what the searches of `swaps` and `moves` share.
+"""Local search over layouts of a layer's experts: its objective, prices and limits; `moves` makes the moves.
 
 A layout is `slots` (G, P / G), the expert in every slot of every rank, and `primary` (E,), the rank whose copy is
 used by ranks whose node has none. Tokens come as sets: the distinct rows of routed experts (U, K) with their weights
@@ -42,30 +42,19 @@ class Turn(NamedTuple):
     needed: float  # a move that gains more than this may be made at once
 
 
-@njit
 def settle(state, steps):
     """Update prices by `steps` of subgradient ascent to equal numbers of tokens per home, then values and homes."""
-    G, U = state.slots.shape[0], state.sets.shape[0]
     for step in range(steps + 1):
-        best_homes(state, state.value, state.home)
+        best_homes(state)
         if step == steps or state.group_size == 1:
             break
-        full = np.zeros(G)  # tokens at each home
-        for u in range(U):
-            full[state.home[u]] += state.weight[u]
-        for d in range(G // state.group_size):  # inside each attention group
-            low, high = d * state.group_size, (d + 1) * state.group_size
-            total = middle = 0.0
-            for g in range(low, high):
-                total += full[g]
-            mean = max(total / (high - low), 1e-9)
-            # the price of homes above the mean rises, by less in each step
-            for g in range(low, high):
-                state.price[g] += 0.3 / (1 + step) * min(full[g] / mean - 1, 1.0)
-                middle += state.price[g] / (high - low)
-            # only differences count, so the group's mean price stays zero
-            for g in range(low, high):
-                state.price[g] = np.rint((state.price[g] - middle) * PRICE_UNITS) / PRICE_UNITS
+        tokens = np.bincount(state.home, state.weight, len(state.price)).reshape(-1, state.group_size)
+        # the price of homes above their group's mean rises, by less in each step
+        excess = tokens / np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9) - 1
+        price = state.price.reshape(tokens.shape) + 0.3 / (1 + step) * np.minimum(excess, 1.0)
+        # only differences count, so the group's mean price stays zero
+        price -= price.mean(axis=1, keepdims=True)
+        state.price[:] = np.rint(price * PRICE_UNITS).ravel() / PRICE_UNITS
 
 
 @njit

@@ -42,9 +42,9 @@ from typing import ClassVar
 import numpy as np
 
 from semmoe.numeric.assignment import improve_assignment
-from semmoe.numeric.jit import njit
 from semmoe.requests.policy import PromptScores
 from semmoe.requests.scheduler import Assigned, Prompt, RequestScheduler
+from semmoe.traces.affinity import known_rows
 
 SWEEPS = 20  # passes over a window
 LEAST_WORK = 1e-9  # of a request, in tokens
@@ -96,7 +96,6 @@ class CapacityScheduler(RequestScheduler):
         self.mean_length = float(table.mean_length)
         self._price_per_request = self.settings.feedback * table.score_spread
         self._seen, self._mean_work = 0, 0.0  # requests, and the mean of their work
-        self._stamp, self._tick = np.zeros(rows, np.int64), 0
         self._work, self._expected = np.zeros(D), np.zeros(D)  # the ledger with and without the corrections of `finish`
 
     @property
@@ -106,11 +105,14 @@ class CapacityScheduler(RequestScheduler):
 
     def score(self, prompt_ids: Prompt) -> np.ndarray:
         """(D,) float64: estimated share of the request's pairs that each group hosts."""
-        self._tick += 1
-        ids = np.asarray(prompt_ids, np.int64)
-        out = self._bias.copy()
-        self.unknown_tokens += _add_scores(ids, self._scores, self._weights, self._stamp, self._tick, out)
-        return out
+        rows = np.sort(known_rows(np.asarray(prompt_ids, np.int64), len(self._weights)))
+        self.unknown_tokens += int(np.count_nonzero(rows == len(self._weights) - 1))
+        distinct = rows[np.diff(rows, prepend=-1) > 0]  # NumPy's `unique` takes eight times as long
+        weight = self._weights[distinct].sum(dtype=np.float64)
+        if weight <= 0:
+            return self._bias.copy()
+        total: np.ndarray = self._scores[distinct].sum(axis=0, dtype=np.float64)
+        return self._bias + total / np.sqrt(weight)
 
     def admit(self, prompts: Sequence[Prompt], expected_tokens: Sequence[float] | None = None) -> list[Assigned]:
         each = [self.mean_length] * len(prompts) if expected_tokens is None else expected_tokens
@@ -182,50 +184,21 @@ class CapacityScheduler(RequestScheduler):
         return float(mean + max(self.settings.lead_requests * self._mean_work / D, self.settings.lead_share * mean))
 
 
-@njit()
-def _add_scores(ids, scores, weights, stamp, tick, out):
-    """Add a prompt's score to `out` (D,); returns how many of its ids are outside the vocabulary.
-
-    stamp (V + 1,): the tick at which an id was last seen, so that each id counts once and nothing must be cleared.
-    """
-    last = len(weights) - 1
-    unknown, weight = 0, 0.0
-    total = np.zeros(len(out))
-    for token in ids:
-        row = token
-        if token < 0 or token >= last:
-            row = last
-            unknown += 1
-        if stamp[row] != tick:
-            stamp[row] = tick
-            weight += weights[row]
-            for d in range(len(total)):
-                total[d] += scores[row, d]
-    if weight > 0:
-        out += total / np.sqrt(weight)
-    return unknown
-
-
-@njit()
-def _greedy(value, work, room, ledger, price):
+def _greedy(value: np.ndarray, work: np.ndarray, room: np.ndarray, ledger: np.ndarray, price: float) -> np.ndarray:
     """(W,) groups for requests of `work` (W,), in order of arrival: the group of most value (W, D) that has room (D,),
     else the least loaded group.
 
     Each token that earlier requests of the window bring to a group lowers its value by `price`. Among groups of equal
     value the least loaded one is chosen, among those that are equally loaded that of most value.
     """
-    W, D = value.shape
-    added, groups = np.zeros(D), np.empty(W, np.int64)
-    for i in range(W):
-        best, least, worth = -1, 0, value[i] - price * added
-        for d in range(D):
-            load, lightest = ledger[d] + added[d], ledger[least] + added[least]
-            if load < lightest - 1e-9 or (load <= lightest + 1e-9 and worth[d] > worth[least]):
-                least = d
-            if added[d] + work[i] <= room[d] + 1e-9:
-                lighter = best >= 0 and worth[d] == worth[best] and load < ledger[best] + added[best]
-                if best < 0 or worth[d] > worth[best] or lighter:
-                    best = d
-        groups[i] = least if best < 0 else best
-        added[groups[i]] += work[i]
+    added, groups = np.zeros(len(room)), np.empty(len(work), np.int64)
+    for i, own in enumerate(work):
+        gain, load = value[i] - price * added, ledger + added
+        fits = added + own <= room + 1e-9
+        if fits.any():
+            best = fits & (gain == gain[fits].max())
+            groups[i] = np.where(best, load, np.inf).argmin()
+        else:
+            groups[i] = np.where(load <= load.min() + 1e-9, gain, -np.inf).argmax()
+        added[groups[i]] += own
     return groups

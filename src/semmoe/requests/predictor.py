@@ -199,7 +199,11 @@ def _routing_view(trace: RoutingTrace, groups: np.ndarray, words: csr_matrix, me
     token_group = groups[trace.request_of_token()]
     order = np.argsort(token_group, kind="stable")
     first = np.searchsorted(token_group[order], np.arange(groups.max() + 2))
-    own = _own_counts(weights.indptr, weights.indices, groups, row[order], first, len(ids))
+    # routed occurrences of each entry's id in its request's duplicate group
+    keys, number = np.unique(token_group * len(ids) + row, return_counts=True)
+    entries = np.repeat(groups, np.diff(weights.indptr)) * len(ids) + weights.indices
+    places = np.minimum(np.searchsorted(keys, entries), len(keys) - 1)
+    own = np.where(keys[places] == entries, number[places], 0)
     others = np.bincount(row)[weights.indices] - own
     weights.data = weights.data / (others + UNSEEN)
     centre = np.asarray(csr_matrix((weights.data * others, weights.indices, weights.indptr), weights.shape).sum(axis=1))
@@ -209,21 +213,6 @@ def _routing_view(trace: RoutingTrace, groups: np.ndarray, words: csr_matrix, me
         experts = trace.expert_ids[order, l]
         _leave_out(weights.indptr, weights.indices, weights.data, groups, row[order], first, experts, len(ids), part)
         out[:, l * E : (l + 1) * E] = part / (L * K) - centre * mean_rate[l * E : (l + 1) * E]
-    return out
-
-
-@njit()
-def _own_counts(indptr, indices, groups, row, first, rows):
-    """For every entry (request, token id): routed occurrences of the id in the request's duplicate group."""
-    count, out = np.zeros(rows, np.int64), np.zeros(len(indices), np.int64)
-    for i in range(len(groups)):
-        tokens = row[first[groups[i]] : first[groups[i] + 1]]
-        for v in tokens:
-            count[v] += 1
-        for j in range(indptr[i], indptr[i + 1]):
-            out[j] = count[indices[j]]
-        for v in tokens:
-            count[v] = 0
     return out
 
 

@@ -93,81 +93,44 @@ def cover(expert_ids, copies, source, num_ranks):
     copies: ranks (E, X) and physical ids (E, X) of the nearest ones, padded with -1; the preferred rank (E,).
     """
     ranks, physical, preferred = copies
-    (B, K), X = expert_ids.shape, ranks.shape[1]
-    out, reached = np.empty((B, K), np.int16), np.full(num_ranks, -1, np.int64)
-    near, number, first = np.empty((K, X), np.int16), np.empty(K, np.int64), np.empty(K, np.int16)
+    B, K = expert_ids.shape
     ids = np.full((B, K), -1, np.int64)
+    held = np.empty((K, num_ranks), np.int64)  # physical id of each rank's copy of each of a token's experts, or -1
+    reached = np.empty(num_ranks, np.bool_)
     for t in range(B):
+        held[:] = -1
+        reached[:] = False
+        # an expert with one nearest copy is computed there, so that the token reaches this rank anyway
         for i in range(K):
-            e, number[i] = expert_ids[t, i], 0
-            for x in range(X):
-                if e >= 0 and ranks[e, x] >= 0:
-                    near[i, number[i]] = ranks[e, x]
-                    number[i] += 1
-            first[i] = preferred[e] if e >= 0 else -1
-        _cover_token(near, number, first, source, num_ranks, reached, t, out)
+            e, number = expert_ids[t, i], 0
+            rank = -1
+            for x in range(ranks.shape[1] if e >= 0 else 0):
+                if ranks[e, x] >= 0:
+                    rank = ranks[e, x]
+                    held[i, rank] = physical[e, x]
+                    number += 1
+            if number == 1:
+                ids[t, i] = held[i, rank]
+                reached[rank] = True
+        # other experts on ranks that are reached: on the preferred one, else on the first from the source upwards
+        votes = 0
         for i in range(K):
-            for x in range(X):
-                if number[i] > 0 and ranks[expert_ids[t, i], x] == out[t, i]:
-                    ids[t, i] = physical[expert_ids[t, i], x]
-    return ids
-
-
-@njit(nogil=True)
-def _cover_token(near, number, preferred, source, num_ranks, reached, t, out):
-    """Fill out[t] with the ranks of a token's experts: number (K,) nearest copies in near (K, X), preferred (K,).
-
-    reached (G,): t for ranks that the token reaches anyway.
-    """
-    K, left = number.shape[0], 0
-    for i in range(K):
-        out[t, i] = near[i, 0] if number[i] == 1 else -1
-        if number[i] == 1:
-            reached[near[i, 0]] = t
-    for i in range(K):
-        if number[i] > 1:
-            out[t, i] = _first_reached(near, number, i, preferred[i], source, num_ranks, reached, t)
-            left += out[t, i] < 0
-    while left > 0:
-        r = _next_rank(near, number, preferred, source, num_ranks, out, t)
-        for i in range(K):
-            if out[t, i] < 0 and _holds(near, number, i, r):
-                out[t, i] = r
-                left -= 1
-
-
-@njit(nogil=True)
-def _first_reached(near, number, i, preferred, source, num_ranks, reached, mark):
-    """The copy of expert i on a rank that is reached: the preferred one, else the first above the source; else -1."""
-    best, least = np.int16(-1), num_ranks
-    for x in range(number[i]):
-        r = near[i, x]
-        away = -1 if r == preferred else (r - source) % num_ranks
-        if reached[r] == mark and away < least:
-            best, least = r, away
-    return best
-
-
-@njit(nogil=True)
-def _next_rank(near, number, preferred, source, num_ranks, out, t):
-    """The rank with most of the token's experts that have none; see the rule for ties."""
-    best, most, K = np.int16(-1), -1, number.shape[0]
-    for j in range(K):
-        for x in range(number[j] if out[t, j] < 0 else 0):
-            r, score = near[j, x], 0
+            for away in range(num_ranks if ids[t, i] < 0 else 0):
+                r = (source + away) % num_ranks
+                if reached[r] and held[i, r] >= 0 and (ids[t, i] < 0 or preferred[expert_ids[t, i]] == r):
+                    ids[t, i] = held[i, r]
+            votes += ids[t, i] < 0
+        # then the rank with most experts that have none, until all have; of equals that with most preferred copies
+        while votes > 0:
+            votes, best = 0, 0
+            for away in range(num_ranks):
+                r, own = (source + away) % num_ranks, 0
+                for i in range(K):
+                    if ids[t, i] < 0 and held[i, r] >= 0:
+                        own += K + 1 + (preferred[expert_ids[t, i]] == r)
+                if own > votes:
+                    votes, best = own, r
             for i in range(K):
-                if out[t, i] < 0 and _holds(near, number, i, r):
-                    score += K + 1 + (preferred[i] == r)
-            score = (score + 1) * num_ranks - (r - source) % num_ranks
-            if score > most:
-                best, most = r, score
-    return best
-
-
-@njit(nogil=True)
-def _holds(near, number, i, rank):
-    """Whether the rank has one of the nearest copies of expert i."""
-    held = False
-    for x in range(number[i]):
-        held |= near[i, x] == rank
-    return held
+                if ids[t, i] < 0:
+                    ids[t, i] = held[i, best]
+    return ids

@@ -48,7 +48,12 @@ def score(out, looked_up, path_scores, earlier, ordered, num_experts, history, h
 
 @njit(nogil=True)
 def observe(running, previous, seen, slots, expert_ids, rows, out, decoded):
-    """Update the history state token by token; for `decoded` tokens, first write their contribution to out (B, G)."""
+    """Update the states of request slots at one layer: tokens of `slots` (B,) chose `expert_ids` (B, K), by `rows`.
+
+    running (slots, G): the mean of the projected rows of the chosen experts, weighted towards recent tokens, in units
+    of 1 / 2**FRACTION table units. previous (slots, G): the rows of the previous token. seen (slots,): numbers of
+    tokens. A slot's tokens are in their order. For `decoded` tokens their contribution is first written to out (B, G).
+    """
     ranks, experts = running.shape[1], (rows.shape[0] - 1) // 2
     for t in range(slots.shape[0]):
         slot = slots[t]

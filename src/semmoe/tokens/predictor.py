@@ -27,7 +27,6 @@ from semmoe.tokens.regression import (
     apply_weights,
     count_tokens,
     design_of,
-    narrower,
     products,
     ridge_weights,
 )
@@ -130,23 +129,16 @@ def _candidates(trace: RoutingTrace, lookback: int | None) -> list[Looks]:
 
 
 def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[Looks]) -> np.ndarray:
-    """(shapes, ridges, 3): squared error, that of the mean alone, and hit rate on one layer of `held`.
-
-    The products of the widest regression are computed once: those of a shape are sums of some of them.
-    """
-    K, E = _shape(rest)
-    back, order = max(one.lookback for one in shapes), max(one.ordered for one in shapes)
-    widest, counts = Looks(lookback=back, ordered=order), count_tokens(rest, layer)
-    train, test = design_of(rest, layer, widest, counts, loo=True), design_of(held, layer, widest, counts, loo=False)
-    square, target = products(train)
+    """(shapes, ridges, 3): squared error, that of the mean alone, and hit rate on one layer of `held`."""
+    (K, E), counts = _shape(rest), count_tokens(rest, layer)
     truth = np.zeros((held.num_tokens, E), np.float32)
     np.put_along_axis(truth, held.expert_ids[:, layer].astype(np.int64), 1, axis=1)
-    nothing, out = ((train.mean - truth) ** 2).sum(), np.empty((len(shapes), len(RIDGES), 3))
+    out = np.empty((len(shapes), len(RIDGES), 3))
     for s, shape in enumerate(shapes):
-        narrow = narrower(widest, shape, layer, K, E)
-        part, aim = np.asarray((narrow.T @ (narrow.T @ square).T).T), narrow.T @ target
+        train, test = design_of(rest, layer, shape, counts, loo=True), design_of(held, layer, shape, counts, loo=False)
+        normal, nothing = products(train), ((train.mean - truth) ** 2).sum()
         for i, ridge in enumerate(RIDGES):
-            predicted = apply_weights(test, narrow @ ridge_weights(part, aim, ridge))
+            predicted = apply_weights(test, ridge_weights(*normal, ridge))
             top = np.argpartition(-predicted, K - 1, axis=1)[:, :K]
             hits = np.take_along_axis(truth, top, axis=1).mean(dtype=np.float64)
             out[s, i] = ((predicted - truth) ** 2).sum(), nothing, hits

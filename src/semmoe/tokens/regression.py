@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import linalg
-from scipy.sparse import csr_matrix
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.numeric.jit import njit
@@ -129,23 +128,6 @@ def ridge_weights(square: np.ndarray, target: np.ndarray, ridge: float) -> np.nd
     penalty = np.full(len(square), ridge)
     penalty[0] = 1e-3  # the intercept is free
     return linalg.solve(square + np.diag(penalty), target, assume_a="pos")
-
-
-def narrower(wide: Looks, narrow: Looks, layer: int, top_k: int, num_experts: int) -> csr_matrix:
-    """(columns of the wide regression, columns of the narrow one) 0 or 1: the wide columns that each column sums.
-
-    Planes are those of `layer`.
-    """
-    E, kept = num_experts, narrow.number(layer)
-    column, base = list(range(E + 2)), E + 2  # of every wide column; -1: none
-    for j in range(wide.number(layer)):
-        for _ in range(top_k if j < wide.ordered else 1):
-            column += list(range(base, base + E)) if j < kept else [-1] * E
-            base += E if j < min(narrow.ordered, kept) else 0
-        base += E if narrow.ordered <= j < kept else 0
-    column += list(range(base, base + 2 * E))
-    rows = np.flatnonzero(np.array(column) >= 0)
-    return csr_matrix((np.ones(len(rows)), (rows, np.array(column)[rows])), shape=(len(column), base + 2 * E))
 
 
 def apply_weights(design: Design, weights: np.ndarray) -> np.ndarray:

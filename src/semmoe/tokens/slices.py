@@ -234,24 +234,6 @@ def score(
     return out
 
 
-def observe(
-    running: np.ndarray,
-    previous: np.ndarray,
-    seen: np.ndarray,
-    slots: np.ndarray,
-    expert_ids: np.ndarray,
-    rows: np.ndarray,
-) -> None:
-    """Update the states of request slots at one layer: tokens of `slots` (B,) chose `expert_ids` (B, K), by `rows`.
-
-    running (slots, G): the mean of the projected rows of the chosen experts, weighted towards recent tokens, in units
-    of 1 / 2**FRACTION table units. previous (slots, G): the rows of the previous token. seen (slots,): numbers of
-    tokens. A slot's tokens are in their order.
-    """
-    nothing = np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_)
-    kernels.observe(running, previous, seen, slots, expert_ids, rows, *nothing)
-
-
 def trace_history(tables: PathScores, layer: int, trace) -> np.ndarray:
     """(T, G) int32: the history contribution to every token of a RoutingTrace, after its request's earlier tokens."""
     rows = tables.history_scores[layer]

@@ -1,11 +1,10 @@
-"""What users call, on a real engine of two ranks: refusals, forwards, profiling, the legacy layer."""
+"""What users call, on a real engine of two ranks: refusals, forwards, profiling."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
@@ -118,54 +117,3 @@ def test_the_example_of_the_docs_runs_as_users_start_it(plan, prompts, reference
     result = subprocess.run([*run, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]
     assert [(tmp_path / f"tokens{rank}").read_text() for rank in range(2)] == [str(reference[3])] * 2
-
-
-def legacy(comm, top_k):
-    from deepspeed.moe.layer import MoE
-
-    from lab import deepspeed as offline
-    from semmoe.core import Placement
-    from semmoe.engines.deepspeed import uneven_all_to_all
-    from semmoe.engines.deepspeed.traffic import collectives
-
-    offline.join()
-
-    def layer(**settings):
-        torch.manual_seed(0)
-        expert = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
-        made = MoE(hidden_size=16, expert=expert, num_experts=8, ep_size=2, k=top_k,
-                   top2_2nd_expert_sampling=False, **settings).eval()  # fmt: skip
-        made.set_deepspeed_parallelism()
-        for number, one in enumerate(made.deepspeed_moe.experts.deepspeed_experts):  # copies of one another until now
-            torch.manual_seed(100 + 4 * comm.rank + number)
-            for parameter in one.parameters():
-                torch.nn.init.normal_(parameter)
-        return made
-
-    made, seen = layer(drop_tokens=False), collectives()
-    torch.manual_seed(comm.rank)
-    hidden, sent = torch.randn(2, 24, 16), []
-    with torch.no_grad():
-        expected = made(hidden)[0]
-        sent.append(seen.sent["all_to_all"])
-        order = np.array([[5, 0, 7, 2, 4, 3, 6, 1]])
-        assert (
-            uneven_all_to_all(
-                torch.nn.ModuleList([made]), Placement(physical_to_logical_map=order, num_experts=8, ep_size=2)
-            )
-            == 1
-        )
-        found = made(hidden)[0]
-        sent.append(seen.sent["all_to_all"] - sent[0])
-    try:
-        uneven_all_to_all(layer(drop_tokens=True))
-    except ValueError as error:
-        return float((found - expected).abs().max()), sent, str(error)
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_the_legacy_layer_sends_what_it_must(top_k, tmp_path):
-    for difference, (padded, uneven), refusal in on_ranks(2, Job(legacy, top_k), tmp_path):
-        assert difference < 1e-5
-        assert 0 < uneven < padded
-        assert "drops tokens above its capacity" in refusal

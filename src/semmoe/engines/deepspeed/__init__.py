@@ -9,8 +9,8 @@ Importing this imports neither DeepSpeed nor torch.
 import importlib
 from typing import Any
 
-_FOUND_IN = {"apply_plan": "model", "config_for": "config", "uneven_all_to_all": "legacy"}
-__all__ = ["apply_plan", "config_for", "uneven_all_to_all"]
+_FOUND_IN = {"apply_plan": "model", "config_for": "config"}
+__all__ = ["apply_plan", "config_for"]
 
 
 def __getattr__(name: str) -> Any:

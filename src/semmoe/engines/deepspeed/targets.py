@@ -34,6 +34,4 @@ HOOKS: tuple[Hook, ...] = (
     Hook("deepspeed.comm.torch.TorchBackend.all_to_all_single", "its bytes are counted"),
     Hook("deepspeed.comm.torch.TorchBackend.all_reduce", "its bytes are counted"),
     Hook("deepspeed.comm.torch.TorchBackend.all_gather", "its bytes are counted"),
-    Hook("deepspeed.moe.sharded_moe.MOELayer.forward", "the legacy layer gets an uneven all-to-all"),
-    Hook("deepspeed.moe.sharded_moe.TopKGate.forward", "routes of the legacy layer", ("sparse_routes",)),
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 from semmoe.numeric.jit import njit
 from semmoe.runtime.rows import byte_rows
 from semmoe.runtime.tables import ScoreTables, Turns
+from semmoe.tokens import kernels as loops
 from semmoe.tokens import slices
 from semmoe.tokens.copychoice import cover
 from semmoe.tokens.kernels import FRACTION
@@ -85,7 +86,8 @@ def observe_in_turn(
 def _observe(
     rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: np.ndarray, expert_ids: np.ndarray
 ) -> None:
-    slices.observe(running.numpy(), previous.numpy(), seen.numpy(), slots, expert_ids, rows.numpy())
+    nothing = np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_)
+    loops.observe(*_arrays(running, previous, seen), slots, expert_ids, rows.numpy(), *nothing)
 
 
 def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
