@@ -1,4 +1,4 @@
-"""semmoe doctor: what is installed, which hooks resolve, what is served of a model."""
+"""semmoe doctor: installed versions, hooks that resolve, and the plans that are served for a model."""
 
 import json
 import sys

@@ -368,13 +368,13 @@ def test_the_load_limit_holds_where_rows_between_nodes_are_dear():
 
 @pytest.mark.parametrize("remote_rank", [0.1, 1.0, 64.0])
 def test_the_load_limit_holds_whatever_a_row_costs(remote_rank):
-    """The same on one node: the price of load follows the costs, else dear rows outweigh any load."""
+    """The same on one node: the price of load follows the costs, else expensive rows outweigh any load."""
     rng, trace = np.random.default_rng(0), random_trace(0, requests=60)
     pairs = np.argsort(rng.random((*trace.expert_ids.shape[:2], 4)), axis=2)[..., :2]
     pairs += 4 * (rng.random(pairs.shape[:2]) < 0.25)[..., None]
     trace, settings = replace(trace, expert_ids=pairs.astype(trace.expert_ids.dtype)), quick(load_limit=1.2)
-    dear = replace(settings, cocluster=replace(settings.cocluster, remote_rank=remote_rank))
-    plan = solve(trace, Topology(ep_size=4, dp_size=4), dear)
+    changed = replace(settings, cocluster=replace(settings.cocluster, remote_rank=remote_rank))
+    plan = solve(trace, Topology(ep_size=4, dp_size=4), changed)
     assert replay(trace, plan, ReplaySettings(batch_tokens=64)).load_max_over_mean.mean() < 1.3
 
 

@@ -74,10 +74,10 @@ class Engine:
 def doctor(
     *,
     given: Engine,
-    model: Annotated[str | None, options.model("Show what is served of this model on a plan.")] = None,
+    model: Annotated[str | None, options.model("List the plans that engines serve for this model.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what is installed, whether semmoe's hooks fit it, and what engines serve of a model.
+    """List installed versions, whether semmoe's hooks fit them, and the plans that engines serve for a model.
 
     Engines are imported, never started. The exit code is 1 if a hook does not resolve. Whether a plan fits a model and
     an engine's options, `semmoe serve --dry-run` says.

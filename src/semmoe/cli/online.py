@@ -43,7 +43,7 @@ def profile(
     dataset: options.Dataset = None,
     engine: Annotated[
         Literal["transformers", "sglang", "vllm"],
-        options.inputs("sglang, vllm: by a server of its own; options after `--` go to it."),
+        options.inputs("sglang, vllm: by a server that is started for it; options after `--` go to the engine."),
     ] = "transformers",
     asked: ProfileSettings,
     as_json: options.Json = False,

@@ -1,4 +1,4 @@
-"""Facts for `semmoe doctor`: what is installed, whether adaptors fit it, and what they serve of a model."""
+"""Facts for `semmoe doctor`: installed versions, whether adaptors fit them, and the plans they serve for a model."""
 
 import contextlib
 import importlib

@@ -17,7 +17,7 @@ from semmoe.settings import ProfileSettings, RecordSettings
 MOST_TOKENS = 1 << 40  # that a rank records
 BEGIN_SECONDS = 1.0  # until ranks look for an order to record
 START_SECONDS = 3600.0
-# What a prompt finds in the cache of an earlier one is not routed again.
+# Tokens that a prompt finds in the cache of an earlier prompt are not routed again.
 UNCACHED = {"sglang": "--disable-radix-cache", "vllm": "--no-enable-prefix-caching"}
 
 

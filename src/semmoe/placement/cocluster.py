@@ -203,7 +203,7 @@ def _search(layers: _Layers, num_layers: int) -> list[Measured]:
 
 
 def _price_scale(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
-    """Return what a remote pair costs in units of the default costs' on one node, which the price of load follows.
+    """Return the cost of a remote pair in units of the default cost on one node, which the price of load follows.
 
     Else rows that cost more, or rows between nodes, would outweigh any load.
     """

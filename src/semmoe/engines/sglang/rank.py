@@ -95,7 +95,7 @@ class RankPlugin(Host):
         self._check.expect("counters", num_layers)
 
     def _attach_plan(self, runner: Any, blocks: dict[int, Any]) -> None:
-        """Attach what a plan needs: nothing without one."""
+        """Attach the parts that a plan needs: none without a plan."""
 
     def _new_swapper(self, runner: Any, blocks: dict[int, Any], group: Any) -> Swapper | NoSwapper:
         assert self._settings.folder is not None
