@@ -205,7 +205,7 @@ def test_headers_are_read_from_a_file(gateway, tmp_path):
     assert (result.exit_code, SECRET in result.output) == (0, False)
     sent = server.requests[-1][1]
     assert (sent["X-Key"], sent["X-Tenant"], sent["X-Other"]) == (SECRET, "a:b", "1")
-    assert "absent: No such file" in refused(*words, "--header", "@absent")
+    assert "absent is missing" in refused(*words, "--header", "@absent")
 
 
 def test_headers_are_not_shown_with_the_client():
