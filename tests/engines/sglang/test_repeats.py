@@ -1,8 +1,8 @@
 """Answers in the engine's default type repeat on a plan without copies, where each expert is summed on one rank.
 
 Without SGLang's prefix cache, which computes the end of a prompt in another shape: on longer prompts vanilla's answers
-change with it, too. On a busy machine an answer changed in 4 of 10 runs (none of 6 on an idle one; at commit 96b8a0c none
-of 9): prompts then meet in other batches. So it is no test for CI.
+change with it, too. On a busy machine an answer changed in 4 of 10 runs (in none of 6 on an idle one; at commit 96b8a0c
+in none of 9): prompts then meet in other batches. So CI leaves this test out.
 """
 
 import pytest
