@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 25_020, 350, 50
+TOTAL, FILE, FUNCTION = 25_019, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 271,
@@ -33,7 +33,7 @@ ROOMS = {
     "evaluation": 688,
     "runtime": 2318,
     "checkpoint": 1218,
-    "engines": 6454,
+    "engines": 6453,
     "live": 2063,
     "gateway": 349,
     "report": 664,

@@ -23,7 +23,7 @@ from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, Pr
 from semmoe.traces.dataset import LeftOut, check_token_ids, digest, encode_usable, is_running_text, read_prompts
 from semmoe.traces.prompts import Prompt
 from semmoe.traces.texts import held_out_prompts
-from semmoe.traces.trace import TraceHeader, TraceWriter, open_trace
+from semmoe.traces.trace import TraceHeader, TraceWriter, request_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def profile(
     else:
         _profile_served(engine, model, prompts, out, asked, ctx.args)
     check_tokens(out, str(out))
-    requests = open_trace(out).num_requests
+    requests = sum(map(len, request_lengths(out)))
     console.tell(as_json, {"trace": str(out), "requests": requests, **counts}, f"{requests} requests in {out}")
 
 

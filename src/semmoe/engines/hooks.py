@@ -20,9 +20,8 @@ class Hook:
     parameters: tuple[str, ...] = ()  # parameters that the target must have
 
 
-Replacement: TypeAlias = tuple[
-    Hook, Callable[..., Any]
-]  # the function is called with the original before its arguments
+# The function is called with the original before its arguments.
+Replacement: TypeAlias = tuple[Hook, Callable[..., Any]]
 
 
 def problem(hook: Hook) -> str | None:
