@@ -104,8 +104,8 @@ def passes(planned: Plan, rows: int, width: int, prompts: int, device: str) -> I
     """What is captured, by name; or what runs over so many prompts, if any."""
     comm = OneCard(None, 0, planned.topology.ep_size)
 
-    def case(granularity: str = "layer") -> Captured:
-        found = Captured(comm, planned, rows, rows + 1, width, device, granularity)
+    def case() -> Captured:
+        found = Captured(comm, planned, rows, rows + 1, width, device)
         return filled(found, planned.fingerprint, rows)
 
     own = case()
@@ -127,11 +127,10 @@ def passes(planned: Plan, rows: int, width: int, prompts: int, device: str) -> I
     yield "attention-DP: rows counted", counted
     yield "attention-DP: copies, counted", at_routers
     begun = (lambda captured: over_prompts(captured, prompts)) if prompts else (lambda captured: captured)
-    yield "attention-TP: shuffled by batch", begun(case("batch"))
-    yield "attention-TP: shuffled by layer", begun(case())
+    yield "attention-TP: shuffled", begun(case())
     recorded = case()
     recorded.record()
-    yield "attention-TP: by layer, recorded", begun(recorded)
+    yield "attention-TP: shuffled, recorded", begun(recorded)
 
 
 def graph_of(job: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -191,7 +190,7 @@ def measure(planned: Plan, rows: int, width: int, prompts: int) -> Iterator[dict
         added = first - base * name.startswith("attention-TP")
         print(f"{name:34}{rows:6}{prompts or '':9}{first:12.2f}{again:10.2f}{added:14.2f}", flush=True)
         yield {"pass": name, "rows": rows, "prompts": prompts, "us": first, "again": again, "added": added}
-        if name.startswith("attention-TP: by layer"):
+        if name.startswith("attention-TP: shuffled"):
             told = kernels_of(job, layers)
     launches, busy = (sum(column) for column in list(zip(*told, strict=True))[1:])
     print(f"kernels of a layer, {name}: {launches:.1f} that take {busy:.1f} us")

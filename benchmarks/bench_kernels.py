@@ -2,7 +2,6 @@
 
     python benchmarks/bench_kernels.py [--tokens 1024 8192 65536] [--ranks 8] [--width 4096]
 
-Ranks are emulated as buffers on the one card, so that SRS and SAG read device memory where they would read links.
 The floor is the bytes that must be read and written at the rate of a large copy, measured first. Needs a GPU; with
 TRITON_INTERPRET=1 in the environment it runs on the CPU, to see that it runs. Prints configuration, a table, one JSON
 line.
@@ -21,7 +20,6 @@ import triton
 
 from semmoe.runtime.kernels import shuffle
 from semmoe.runtime.kernels.argsort import order_of_real
-from semmoe.runtime.rows import sum_in_order
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 Case = tuple[str, int, Callable[[], Any], Callable[[], Any]]  # name, bytes, ours, torch's
@@ -48,7 +46,7 @@ def cases(tokens: int, size: int, width: int, device: str) -> Iterator[Case]:
     ranks = torch.arange(size).repeat_interleave(rows)[torch.randperm(tokens, generator=generator)]
     ranks = ranks.to(device)
     real = torch.ones(tokens, dtype=torch.bool, device=device)
-    order, inverse, _ = order_of_real(ranks, real, size)
+    order, _, _ = order_of_real(ranks, real, size)
     yield "argsort", 3 * 8 * tokens, lambda: order_of_real(ranks, real, size), lambda: torch.argsort(ranks, stable=True)
     hidden, row = torch.randn(tokens, width, device=device).to(dtype), 2 * width
     index = order.clamp(min=0)
@@ -56,23 +54,6 @@ def cases(tokens: int, size: int, width: int, device: str) -> Iterator[Case]:
         "gather rows", 2 * len(index) * row, lambda: shuffle.gather_rows(hidden, order),
         lambda: hidden.index_select(0, index),
     )  # fmt: skip
-    partials = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(size)]
-    peers, mine = pointers(partials), order[:rows]
-    yield (
-        "SRS, one rank", (size + 1) * rows * row,
-        lambda: shuffle.shuffled_reduce_scatter(peers, mine, width, dtype),
-        lambda: sum_in_order([partial[index[:rows]] for partial in partials]),
-    )  # fmt: skip
-    slices = [torch.randn(rows, width, device=device).to(dtype) for _ in range(size)]
-    buffers = pointers(slices)
-    yield (
-        "SAG", 2 * tokens * row, lambda: shuffle.shuffled_all_gather(buffers, inverse, rows, width, dtype),
-        lambda: torch.cat(slices)[inverse],
-    )  # fmt: skip
-
-
-def pointers(buffers: list[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=buffers[0].device)
 
 
 def main() -> int:

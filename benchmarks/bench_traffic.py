@@ -76,8 +76,6 @@ def set_ups(
             suffix = f", {copies} redundant" if copies else ""
             add(f"placement{suffix}", path, schedule="engine", shuffle="off")
             add(f"both{suffix}", path)
-            if attention == "tp":
-                add(f"both, once a batch{suffix}", path, shuffle="batch")
     return out
 
 

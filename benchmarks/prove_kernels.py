@@ -61,11 +61,8 @@ class Resources:
 
 
 def kernels() -> Iterator[Kernel]:
-    row, peers, block = "*bf16", {"peers": "*i64"}, {"BLOCK": shuffle.COLUMNS}
-    yield Kernel(shuffle.gather_kernel, {"rows": row, "index": "*i64", "out": row}, ("width",), block)
-    yield Kernel(shuffle.reduce_scatter_kernel, {**peers, "slots": "*i64", "out": row}, ("size", "width"),
-                 {"WIDE": False, **block})  # fmt: skip
-    yield Kernel(shuffle.all_gather_kernel, {**peers, "inverse": "*i64", "out": row}, ("slice_rows", "width"), block)
+    rows = {"rows": "*bf16", "index": "*i64", "out": "*bf16"}
+    yield Kernel(shuffle.gather_kernel, rows, ("width",), {"BLOCK": shuffle.COLUMNS})
     table, sizes = {"BLOCK": argsort.BLOCK, "BINS": 16}, ("rows", "size", "blocks")
     pointers, outs = {"ranks": "*i64", "before": "*i32"}, {"order": "*i64", "inverse": "*i64"}
     yield Kernel(argsort.histogram_kernel, pointers, sizes, table)

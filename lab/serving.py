@@ -19,7 +19,6 @@ INKS = {
     "all-reduce": OTHER,
     "comes": OTHER,
     "MoETuner": BASELINE,
-    "batch": "#009e73",
 }  # by a name's last word
 Swept = tuple[str, ServingSweep]  # the engine, and what was measured
 

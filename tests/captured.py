@@ -144,18 +144,16 @@ class Captured:
     It is called to run them. slots: of the engine's requests. Experts have two copies.
     """
 
-    def __init__(
-        self, comm: Communicator, plan: Plan, rows: int, slots: int, width: int, device: str, granularity: str = "layer"
-    ) -> None:
+    def __init__(self, comm: Communicator, plan: Plan, rows: int, slots: int, width: int, device: str) -> None:
         f, padded = plan.fingerprint, -(-rows // comm.size) * comm.size
 
         def table(kind: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
 
         self.norms = [object() for _ in range(f.num_layers)]
-        shuffler = Shuffler(plan, 0, comm.rank, granularity, device)
+        shuffler = Shuffler(plan, 0, comm.rank, device)
         layers = {id(norm): i for i, norm in enumerate(self.norms)}
-        self.shuffle = BoundaryShuffle(shuffler, comm, layers, lambda: slots, None)
+        self.shuffle = BoundaryShuffle(shuffler, comm, layers, lambda: slots)
         self.buffer = table(torch.int32, rows + comm.size, f.num_layers, f.top_k)
         copies = table(torch.int16, f.num_experts, 2), table(torch.int32, f.num_experts, 2)
         self.copies = RankCopies(*copies, table(torch.int16, f.num_experts), comm.rank, comm.size)

@@ -17,7 +17,6 @@ FIRST = (
     "test_demo.py",
     "test_generate.py",
     "test_captured.py",
-    "test_fused.py",
     "test_history_kernels.py",
     "test_shuffle_kernels.py",
     "test_reproduce.py",

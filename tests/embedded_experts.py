@@ -67,7 +67,7 @@ class LiveExperts:
         model = self._model
         group = model.comm.rank // self._next.topology.attn_tp_size
         model.plan = self._next
-        model.rows.make = lambda plan: Shuffler(plan, group, model.attention_comm.rank, "layer", "cpu")
+        model.rows.make = lambda plan: Shuffler(plan, group, model.attention_comm.rank, "cpu")
         model.rows.prepare(self._next)
         model.rows.switch()
 

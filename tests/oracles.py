@@ -432,22 +432,18 @@ class History:
 
 
 class PlainShuffler:
-    """`Shuffler` on arrays without padding, for score tables: by layer, or once per batch."""
+    """`Shuffler` on arrays without padding, for score tables."""
 
-    def __init__(self, plan: Plan, group: int, granularity: str = "layer") -> None:
-        self._policy, self._by_layer, self._top_k = plan.tokens, granularity == "layer", plan.fingerprint.top_k
+    def __init__(self, plan: Plan, group: int) -> None:
+        self._policy, self._top_k = plan.tokens, plan.fingerprint.top_k
         self._size, self._first = plan.topology.attn_tp_size, group * plan.topology.attn_tp_size
-        if self._by_layer:
-            self._history = History(self._policy, 0)
+        self._history = History(self._policy, 0)
 
     def start(self, token_ids, slots, decoding, new_slots) -> None:
         self._token_ids, self._slots, self._decoding, self._earlier = token_ids, slots, decoding, []
-        if self._by_layer:
-            self._history.begin(new_slots)
+        self._history.begin(new_slots)
 
     def slices(self, layer: int | None) -> np.ndarray:
-        if not self._by_layer:
-            return slices.assign(self._policy.scores_of_tokens(self._first, self._size, self._token_ids))
         if layer is None:
             return slices.position_slices(len(self._token_ids), self._size)
         nothing = np.empty((0, len(self._slots), self._top_k), np.int64)

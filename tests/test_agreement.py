@@ -10,7 +10,7 @@ from test_plan import CASES, make_plan
 
 from semmoe.core import Placement
 from semmoe.engines.host import OnPlan
-from semmoe.engines.sglang.settings import SglangSettings
+from semmoe.engines.settings import PluginSettings
 from semmoe.runtime.agreement import check_agreement, disagreement
 
 
@@ -45,7 +45,7 @@ def _stale_on_rank_one(comm):
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_plan_is_agreed_on(case):
     made = make_plan(case)
-    assert on_threads(4, lambda comm: outcome(comm, deepcopy(made), shuffle="layer")) == [None] * 4
+    assert on_threads(4, lambda comm: outcome(comm, deepcopy(made), shuffle="plan")) == [None] * 4
 
 
 def test_a_single_value_of_a_table_is_enough():
@@ -72,7 +72,7 @@ def test_the_type_of_a_table_is_part_of_it():
 
 
 def test_settings_are_compared_by_name():
-    said = on_threads(2, lambda comm: outcome(comm, None, settings="layer" if comm.rank else "batch"))
+    said = on_threads(2, lambda comm: outcome(comm, None, settings="plan" if comm.rank else "off"))
     assert all("settings of rank 1 is not that of rank 0" in text for text in said)
 
 
@@ -89,7 +89,7 @@ def test_settings_that_need_a_plan_are_compared_without_its_path():
     plan = make_plan("linear")
 
     def run(comm):
-        settings = SglangSettings(plan=f"/node-{comm.rank}/plan", fused="1")
+        settings = PluginSettings(plan=f"/node-{comm.rank}/plan")
         OnPlan(plan, settings)._agree(comm.group)
 
     assert on_threads(2, run) == [None, None]

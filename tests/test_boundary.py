@@ -84,7 +84,7 @@ def one_layer(shuffle, norm, forward_batch, hidden):
 
 
 def test_the_hooks_take_padded_rows_and_say_how_many_are_real():
-    shuffle, norm = boundary(Shuffler(one_rank_plan(), 0, 0, "layer", "cpu"))
+    shuffle, norm = boundary(Shuffler(one_rank_plan(), 0, 0, "cpu"))
     hidden = torch.arange(5.0)[:, None].expand(-1, 2)
     prompts = step([3, 4], [0, 0], [2, 1])
     shuffle.begin(Pass(lambda: prompts, decodes=False))
@@ -105,7 +105,7 @@ def test_the_hooks_take_padded_rows_and_say_how_many_are_real():
 
 def test_a_pass_after_a_captured_one_is_not_shuffled_by_it():
     """Graphs are captured without a hook around the pass, and so are passes over prompts that warm SGLang up."""
-    shuffle, norm = boundary(Shuffler(one_rank_plan(), 0, 0, "layer", "cpu"))
+    shuffle, norm = boundary(Shuffler(one_rank_plan(), 0, 0, "cpu"))
     hidden = torch.arange(3.0)[:, None].expand(-1, 2)
     assert one_layer(shuffle, norm, batch(True, [7, 8, 0], [3, 4, 0], [2, 1, 0]), hidden)[0] is not None
     assert one_layer(shuffle, norm, batch(False, [7, 8, 0], [3, 4, 0], [2, 1, 0]), hidden) == (None, None)

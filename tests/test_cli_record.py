@@ -301,9 +301,9 @@ def test_every_command_explains_itself():
 
 
 def test_a_server_that_cannot_record_says_why(folder):
-    refuse(folder, 0, "tokens shuffled once per batch carry no routing along")
-    refused(run("start", folder), "cannot record: tokens shuffled once per batch carry no routing along")
+    refuse(folder, 0, "passes in CUDA graphs are not recorded")
+    refused(run("start", folder), "cannot record: passes in CUDA graphs are not recorded")
     assert not (folder / "control.json").exists()
     said = run("status", folder)
     assert "refused" in said.output
-    assert "rank 0: tokens shuffled once per batch carry no routing along" in said.output
+    assert "rank 0: passes in CUDA graphs are not recorded" in said.output

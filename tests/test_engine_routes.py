@@ -1,25 +1,18 @@
-"""`semmoe import` of answers and records with the routing of tokens, which become traces."""
+"""`semmoe import` of answers with the routing of tokens, which become traces."""
 
 import base64
 import gzip
 import io
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from models import build
 from test_apply import failed
-from test_engine_maps import TINY, E, K, L, imported
+from test_engine_maps import E, K, L, imported
 
-from semmoe.checkpoint.engine_maps import Model
-from semmoe.checkpoint.engine_routes import Source, read_records
-from semmoe.cli.demo import MODEL
 from semmoe.core import DECODE, PREFILL
 from semmoe.engines.transformers.config import fingerprint_of
-from semmoe.traces.dataset import LeftOut
 from semmoe.traces.trace import open_trace
 
 
@@ -57,40 +50,6 @@ def test_answers_of_vllm_become_a_trace(tmp_path, packed):
     assert trace.phase.tolist() == [PREFILL] * 3 + [DECODE] * 2 + [PREFILL] * 2 + [DECODE]
     assert [trace.prompt(r).tolist() for r in range(2)] == [[1, 2, 3], [7, 8]]
     np.testing.assert_array_equal(trace.expert_ids, np.concatenate([first, second])[:, 1:])
-
-
-def test_first_chunks_of_prompts_are_read_from_sglang_s_records(tmp_path):
-    """Physical experts are turned into logical ones; a later chunk and a decoded token are counted and left out."""
-    logical = np.stack([np.random.default_rng(l).permutation(E) for l in range(L)])
-    ids = routing(7)
-    stored = np.full((L, 7, 8), -1, np.int32)  # eight experts of a token, whatever the model's number
-    stored[..., :K] = logical.argsort(axis=1)[np.arange(L)[:, None, None], ids.swapaxes(0, 1)]
-    prompts = {"forward_mode": 1, "input_ids": [1, 2, 3, 4, 5, 6, 7], "positions": [0, 1, 2, 8, 9, 0, 1],
-               "extend_seq_lens": [3, 2, 2], "topk_ids_of_layer": torch.from_numpy(stored)}  # fmt: skip
-    decoding = {"forward_mode": 2, "input_ids": [5], "positions": [3], "extend_seq_lens": None,
-                "topk_ids_of_layer": torch.from_numpy(stored[:, :1])}  # fmt: skip
-    nothing = {**decoding, "input_ids": [], "positions": [], "topk_ids_of_layer": torch.zeros(L, 0, 8)}
-    content = {"records": [nothing, prompts, decoding], "last_physical_to_logical_map": torch.from_numpy(logical)}
-    torch.save(content, tmp_path / "recorded.pt")
-    result = imported(tmp_path / "recorded.pt", tmp_path / "trace")
-    assert "2 requests, 5 tokens" in result.stdout
-    assert "3 tokens are left out: SGLang's records" in result.stderr
-    trace = open_trace(tmp_path / "trace")
-    assert trace.token_ids.tolist() == [1, 2, 3, 6, 7]
-    np.testing.assert_array_equal(trace.expert_ids, ids[[0, 1, 2, 5, 6]])
-    assert (trace.phase == PREFILL).all()
-
-
-def test_a_rank_that_routed_a_part_of_the_tokens_gives_no_trace(tmp_path):
-    """Attention-TP with an all-to-all, as SGLang records it: the rows of the other ranks are -1."""
-    stored = np.full((L, 4, 8), -1, np.int32)
-    stored[:, :2, :K] = routing(2).swapaxes(0, 1)
-    record = {"forward_mode": 1, "input_ids": [1, 2, 3, 4], "positions": [0, 1, 2, 3], "extend_seq_lens": [4],
-              "topk_ids_of_layer": torch.from_numpy(stored)}  # fmt: skip
-    identity = torch.arange(E).repeat(L, 1)
-    torch.save({"records": [record], "last_physical_to_logical_map": identity}, tmp_path / "recorded.pt")
-    failed(imported(tmp_path / "recorded.pt", tmp_path / "trace"), 2, "the routing of no whole prompt")
-    assert not (tmp_path / "trace").exists()
 
 
 def sglang(prompt, sampled, experts, **meta):
@@ -196,32 +155,6 @@ def test_tokens_with_the_experts_of_another_are_warned_about(tmp_path):
     assert open_trace(tmp_path / "trace").num_tokens == 10
 
 
-@pytest.mark.parametrize("record", [3, {"input_ids": [1]}])
-def test_records_that_lack_a_field_are_refused(tmp_path, record):
-    torch.save({"records": [record], "last_physical_to_logical_map": torch.zeros(L, E)}, tmp_path / "recorded.pt")
-    failed(imported(tmp_path / "recorded.pt", tmp_path / "out"), 2, "record 0 lacks one of extend_seq_lens")
-
-
-DAMAGED = {
-    "input_ids": [["a"], 3, [2**40]],
-    "positions": [[], None],
-    "extend_seq_lens": [None, [9]],
-    "topk_ids_of_layer": [[], [[[E]]], [[["x"]]]],
-}
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in DAMAGED.items() for value in values])
-def test_damaged_records_end_in_one_line(tmp_path, name, value):
-    record = {"forward_mode": 1, "input_ids": [1], "positions": [0], "extend_seq_lens": [1],
-              "topk_ids_of_layer": torch.zeros(L, 1, 8, dtype=torch.int32)}  # fmt: skip
-    torch.save(
-        {"records": [record | {name: value}], "last_physical_to_logical_map": torch.arange(E).repeat(L, 1)},
-        tmp_path / "recorded.pt",
-    )
-    failed(imported(tmp_path / "recorded.pt", tmp_path / "out"), 2, "recorded.pt")
-    assert not (tmp_path / "out").exists()
-
-
 BAD_ANSWERS = {
     "no JSON": ("{", "Expecting property name"),
     "no choices": ("{}", "it has no 'choices'"),
@@ -274,15 +207,3 @@ def test_an_array_that_claims_more_than_it_holds_allocates_nothing(tmp_path):
     one["choices"][0]["routed_experts"] = base64.b64encode(content).decode()
     result = imported(lines(tmp_path / "a.jsonl", one, answer([1], [2], routing(1))), tmp_path / "trace")
     assert "1 of 2 records left out" in result.stderr
-
-
-def test_more_experts_of_a_token_than_sglang_s_records_keep_are_refused():
-    model = Model(MODEL, replace(TINY, top_k=9))
-    source = Source(Path("recorded.pt"), model, LeftOut(Path("recorded.pt")))
-    with pytest.raises(ValueError, match="keep 8 experts of a token, and the model 9"):
-        list(read_records({"records": []}, source))
-
-
-def test_records_that_are_no_list_are_refused(tmp_path):
-    torch.save({"records": 3}, tmp_path / "recorded.pt")
-    failed(imported(tmp_path / "recorded.pt", tmp_path / "out"), 2, "records is not a list")

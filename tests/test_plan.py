@@ -155,35 +155,11 @@ def test_a_plan_of_an_older_schema_is_refused_with_how_to_make_it_again(tmp_path
     refuses(path, "has schema version 1, and this semmoe reads 3: make it again with `semmoe solve`")
 
 
-def test_a_plan_that_reads_look_ahead_ids_is_refused_and_one_that_states_none_is_read(tmp_path):
-    path = tmp_path / "plan"
-    settings = SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10))
-    plan = solve(random_trace(0, requests=20), Topology(ep_size=4), settings)
-    save_plan(plan, path)
-    for version in (2, 3):
-        edit_json(path / "plan.json", schema_version=version, tokens__lookahead=0)
-        assert load_plan(path).tokens.looks == plan.tokens.looks
-    edit_json(path / "plan.json", tokens__lookahead=1)
-    refuses(path, "lookahead is no longer read: make the plan again with `semmoe solve`")
-
-
 def test_a_plan_states_from_how_many_rows_on_a_pass_is_shuffled(tmp_path):
     path = saved("tp", tmp_path)
     assert load_plan(path).shuffle_from == 1
     save_plan(replace(load_plan(path), shuffle_from=NEVER), path)
     assert load_plan(path).shuffle_from == NEVER
-    header = json.loads((path / "plan.json").read_text())
-    del header["shuffle_from"]  # as in plans of before
-    (path / "plan.json").write_text(json.dumps(header))
-    assert load_plan(path).shuffle_from == 1
-
-
-def test_a_plan_that_states_that_prefix_caches_have_no_weight_is_read(tmp_path):
-    path = saved("request map", tmp_path)
-    edit_json(path / "plan.json", requests__cache_weight=0.0)
-    assert (
-        load_plan(path).requests.mean_length == json.loads((path / "plan.json").read_text())["requests"]["mean_length"]
-    )
 
 
 def ranks(value: int) -> np.ndarray:
@@ -419,7 +395,6 @@ def test_a_map_of_requests_is_no_table_of_their_tokens(tmp_path):
         ({"requests__mean_length": 0.0}, "mean_length must lie between"),
         ({"requests__mean_length": float("inf")}, "mean_length must lie between"),
         ({"requests__mean_length": "long"}, "mean_length of requests must be float, not 'long'"),
-        ({"requests__cache_weight": 1.0}, "cache_weight is no longer read: make the plan again with `semmoe solve`"),
     ],
 )
 def test_a_request_map_s_numbers_are_checked(tmp_path, changes, message):

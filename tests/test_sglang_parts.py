@@ -12,10 +12,9 @@ from test_boundary import begins
 from semmoe.cli.demo import MODEL
 from semmoe.core import Placement, Plan
 from semmoe.engines.launch import Asked, command_line, join
-from semmoe.engines.settings import from_environment
+from semmoe.engines.settings import PluginSettings, from_environment
 from semmoe.engines.sglang import launch
 from semmoe.engines.sglang.location import ChosenCopies, check_dispatch, check_location
-from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.transformers.config import fingerprint_of
@@ -108,7 +107,7 @@ def test_what_the_plan_decides_cannot_be_overridden():
             join(managed, [word, "4"], launch.DECIDED, "sglang.launch_server")
 
 
-def serve(tmp_path, monkeypatch, attention, redundant, *options, shuffle="layer", cpu=False, model=str(MODEL)):
+def serve(tmp_path, monkeypatch, attention, redundant, *options, shuffle="plan", cpu=False, model=str(MODEL)):
     """The words of `semmoe serve` for a plan of the shipped model; cpu: where SGLang runs; model: the one served."""
     monkeypatch.setattr(launch, "on_cpu", lambda: cpu)
     topology = Topology(ep_size=2, dp_size=2 if attention == "dp" else 1)
@@ -123,7 +122,7 @@ def serve(tmp_path, monkeypatch, attention, redundant, *options, shuffle="layer"
         topology=topology,
         fingerprint=plan.fingerprint,
     )
-    given = SglangSettings(control=str(tmp_path), shuffle=shuffle)
+    given = PluginSettings(control=str(tmp_path), shuffle=shuffle)
     asked = Asked(model=model, topology=topology, settings=given, host="h", port=1, options=list(options))
     return launch.planned(asked, plan)[1]
 
@@ -152,10 +151,10 @@ def test_what_takes_the_choice_of_copies_from_the_plan_is_refused(tmp_path, monk
 @pytest.mark.parametrize(
     ("architecture", "attention", "options", "shuffle", "why"),
     [
-        ("GptOssForCausalLM", "tp", [], "layer", "gpt-oss has no expert all-to-all, and its loader places no experts"),
+        ("GptOssForCausalLM", "tp", [], "plan", "gpt-oss has no expert all-to-all, and its loader places no experts"),
         ("GptOssForCausalLM", "dp", ["--moe-a2a-backend", "none"], "off", "gpt-oss has no expert all-to-all"),
-        ("MixtralForCausalLM", "dp", [], "layer", "MixtralForCausalLM splits attention over all ranks"),
-        ("OlmoeForCausalLM", "tp", [], "layer", "OlmoeForCausalLM runs on one rank alone"),
+        ("MixtralForCausalLM", "dp", [], "plan", "MixtralForCausalLM splits attention over all ranks"),
+        ("OlmoeForCausalLM", "tp", [], "plan", "OlmoeForCausalLM runs on one rank alone"),
         ("OlmoeForCausalLM", "dp", ["--moe-a2a-backend=none"], "off", "OlmoeForCausalLM runs on one rank alone"),
     ],
 )
@@ -169,12 +168,12 @@ def test_models_that_sglang_cannot_serve_on_a_plan_are_refused_before_loading(
 
 
 def test_settings_from_the_environment():
-    settings = SglangSettings(plan="p", shuffle="batch", control="c")
-    assert from_environment(SglangSettings, {**settings.environment(), "PATH": "x"}) == settings
+    settings = PluginSettings(plan="p", shuffle="off", control="c")
+    assert from_environment(PluginSettings, {**settings.environment(), "PATH": "x"}) == settings
     with pytest.raises(ValueError, match="SEMMOE_PLANN is no setting"):
-        from_environment(SglangSettings, {"SEMMOE_PLANN": "p"})
+        from_environment(PluginSettings, {"SEMMOE_PLANN": "p"})
     with pytest.raises(ValueError, match="SEMMOE_SHUFFLE"):
-        from_environment(SglangSettings, {"SEMMOE_SHUFFLE": "sometimes"})
+        from_environment(PluginSettings, {"SEMMOE_SHUFFLE": "sometimes"})
 
 
 def batch(lengths, prefixes, slots, extend=True):

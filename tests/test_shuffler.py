@@ -66,8 +66,8 @@ def paper_tables(seed) -> PaperTables:
     )
 
 
-def reserved(plan, granularity="layer", device="cpu") -> Shuffler:
-    shuffler = Shuffler(plan, GROUP, 0, granularity, device)
+def reserved(plan, device="cpu") -> Shuffler:
+    shuffler = Shuffler(plan, GROUP, 0, device)
     shuffler.reserve(SLOTS)
     return shuffler
 
@@ -173,26 +173,9 @@ def test_later_tokens_of_a_prompt_do_not_know_the_earlier_ones(seed):
             earlier.insert(0, chosen.numpy())
 
 
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("tables", ["scores", "paper", None])
-def test_once_a_batch(tables):
-    planned = plan(3, tables)
-    ours = reserved(planned, "batch")
-    assert not ours.uses_history
-    rng = np.random.default_rng(0)
-    for size in (18, 18, 10):  # each batch is decided anew
-        ids = rng.integers(-1, VOCABULARY + 2, size)
-        ours.start(torch.from_numpy(ids), torch.arange(1, size + 1), None, NONE_NEW)
-        expected = assign(planned.tokens.scores_of_tokens(GROUP * SIZE, SIZE, ids))
-        if tables is None:
-            expected = host_scores.position_slices(size, SIZE)
-        for layer in (0, 1):
-            assert torch.equal(ours.slices(layer).order, handle_of(expected).order)
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("padding", [0, 3])
-def test_the_papers_tables_once_a_layer(seed, padding):
+def test_the_papers_tables(seed, padding):
     """Real rows are assigned as in the replay, by devices at the layer before; padding fills the slices."""
     planned = plan(seed, "paper")
     ours, tokens = reserved(planned), 13 if padding else 12
@@ -211,8 +194,8 @@ def test_the_papers_tables_once_a_layer(seed, padding):
         devices = policies.majority_rank(chosen.numpy(), device_of[layer], SIZE)[:, None]
 
 
-def test_the_papers_tables_once_a_layer_are_refused_on_a_gpu():
-    with pytest.raises(ValueError, match="once per batch"):
+def test_the_papers_tables_are_refused_on_a_gpu():
+    with pytest.raises(ValueError, match="assigned on the host: solve one by method semmoe"):
         reserved(plan(0, "paper"), device="meta")
 
 
@@ -223,17 +206,6 @@ def test_a_gpu_without_triton_is_refused(monkeypatch):
     monkeypatch.setattr("semmoe.runtime.kernels.import_module", absent)
     with pytest.raises(ValueError, match="on cuda semmoe needs Triton, which is not installed"):
         kernels.of(torch.device("cuda"))
-
-
-def test_the_mean_over_layers_is_one_table():
-    tables = random_tables(1)
-    ids = np.array([0, VOCABULARY - 1, VOCABULARY, -1])
-    found = tables.scores_of_tokens(SIZE, SIZE, ids)
-    rows = tables.token_rows[[0, VOCABULARY - 1, VOCABULARY, VOCABULARY]]
-    by_hand = sum(
-        tables.token_scores[l, rows, 2:].astype(int) << tables.token_shift[l].astype(int) for l in range(LAYERS)
-    )
-    np.testing.assert_array_equal(found, by_hand // LAYERS)
 
 
 @pytest.mark.usefixtures("backend")
@@ -262,12 +234,11 @@ def test_histories_are_those_of_plain_loops(seed):
         np.testing.assert_array_equal(known, theirs.contribution(1, used, decoding))
 
 
-@pytest.mark.parametrize("granularity", ["layer", "batch"])
-def test_the_tokens_that_stand_in_padding_change_nothing(granularity):
+def test_the_tokens_that_stand_in_padding_change_nothing():
     """Whatever ids an engine pads with, their scores do not count."""
     slots, orders = fitted(np.array([7, 1, 2]), 3), []
     for padding in range(VOCABULARY):
-        shuffler = reserved(plan(5), granularity)
+        shuffler = reserved(plan(5))
         shuffler.start(torch.tensor([3, 4, 5, *[padding] * 3]), slots, None, NONE_NEW)
         orders.append(shuffler.slices(0).order.tolist())
     assert all(order == orders[0] for order in orders)
@@ -353,10 +324,9 @@ def graph_of(shuffler, tokens):
 
 
 @pytest.mark.usefixtures("in_plain_torch")
-@pytest.mark.parametrize("granularity", ["layer", "batch"])
 @pytest.mark.parametrize("tokens", [8, 12])
-def test_a_captured_decode_pass_serves_every_batch_that_fits(granularity, tokens):
-    replayed, eager = (reserved(plan(2), granularity) for _ in range(2))
+def test_a_captured_decode_pass_serves_every_batch_that_fits(tokens):
+    replayed, eager = (reserved(plan(2)) for _ in range(2))
     graph = graph_of(replayed, tokens)
     for seed in range(6):
         inputs = decode_inputs(seed, tokens - seed, seed)
@@ -376,9 +346,8 @@ def test_nothing_of_a_decode_pass_leaves_the_device():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("granularity", ["layer", "batch"])
-def test_a_cuda_graph(granularity):
-    captured, eager = reserved(plan(2), granularity, "cuda"), reserved(plan(2), granularity)
+def test_a_cuda_graph():
+    captured, eager = reserved(plan(2), "cuda"), reserved(plan(2))
     buffers = [torch.zeros_like(t).cuda() for t in decode_inputs(0, 12, 0)]
     decode(captured)(*buffers)  # kernels are compiled outside the graph
     graph = torch.cuda.CUDAGraph()

@@ -23,8 +23,6 @@ from semmoe.traces.trace import (
     TraceWriter,
     open_trace,
     possible_part,
-    read_header,
-    read_parts,
     save_trace,
     shard_paths,
 )
@@ -208,7 +206,7 @@ def test_a_shard_that_contradicts_the_header_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
-    [("extra", 1, "extra"), ("schema_version", 3, "schema version 3"), ("dataset_hash", 7, "dataset_hash")],
+    [("extra", 1, "extra"), ("schema_version", 1, "schema version 1"), ("dataset_hash", 7, "dataset_hash")],
 )
 def test_a_header_of_another_form_is_refused(tmp_path, key, value, message):
     save_trace(random_trace(0), tmp_path / "t")
@@ -216,33 +214,6 @@ def test_a_header_of_another_form_is_refused(tmp_path, key, value, message):
     header.write_text(json.dumps({**json.loads(header.read_text()), key: value}))
     with pytest.raises(ValueError, match=message):
         open_trace(tmp_path / "t")
-
-
-def test_look_ahead_ids_are_refused_and_a_trace_that_states_none_is_read(tmp_path):
-    trace, path = random_trace(0), tmp_path / "t"
-    save_trace(trace, path)
-    header = json.loads((path / "trace.json").read_text())
-    refusal = "look-ahead ids are no longer read: make the trace again with `semmoe profile`"
-    for version in (1, 2):
-        (path / "trace.json").write_text(json.dumps(header | {"schema_version": version, "lookahead": 0}))
-        assert open_trace(path).digest() == trace.digest()
-    TraceWriter(path, read_header(path))  # a profile that was stopped goes on
-    (path / "trace.json").write_text(json.dumps(header | {"lookahead": 2}))
-    with pytest.raises(ValueError, match=refusal):
-        open_trace(path)
-    np.savez(tmp_path / "plain.npz", **plain(lookahead_ids=np.zeros((3, 0, 2), np.uint8)))
-    with pytest.raises(ValueError, match=refusal):
-        open_trace(tmp_path / "plain.npz")
-
-
-def test_a_trace_with_tables_of_hash_routed_layers_is_refused(tmp_path):
-    path = tmp_path / "t"
-    save_trace(random_trace(0), path)
-    tables = {"layers": np.zeros(1, np.int32), "expert_ids": np.zeros((1, 20, 2), np.uint8)}
-    files.save_arrays(path / "hashed.safetensors", tables)
-    for read in (open_trace, lambda path: list(read_parts(path)), lambda path: TraceWriter(path, HEADER)):
-        with pytest.raises(ValueError, match=r"hashed\.safetensors is no longer read: make the trace again"):
-            read(path)
 
 
 def test_an_unfilled_or_missing_trace_says_so(tmp_path):

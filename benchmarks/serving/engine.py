@@ -27,7 +27,7 @@ class SetUp:
     attention: str
     plan: Path | None = None  # none: vanilla
     schedule: str = "plan"
-    shuffle: str = "layer"
+    shuffle: str = "plan"
     ranks: int = RANKS
     all_to_all: bool = True  # False: as the engine sums experts by itself, without a plan
 

@@ -7,8 +7,8 @@ import aiohttp
 
 from semmoe.cli.demo import MODEL
 from semmoe.engines.launch import command_line
+from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang import launch
-from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.plan import load_plan
 from serving.engine import Command, Engine, SetUp, python
 from serving.network import Network
@@ -34,7 +34,7 @@ class Sglang(Engine):
             location, redundant = launch.write_location(plan, MODEL, folder), plan.placement.redundant_experts
         a2a = launch.A2A if up.all_to_all else "none"
         values = launch.arguments(up.topology, location, redundant, on_cpu=True, a2a=a2a) | self.OPTIONS | options
-        settings = SglangSettings(plan=str(up.plan or ""), schedule=up.schedule, shuffle=up.shuffle,
+        settings = PluginSettings(plan=str(up.plan or ""), schedule=up.schedule, shuffle=up.shuffle,
                                   control=str(folder))  # fmt: skip
         words = python("-m", "sglang.launch_server", "--model-path", str(MODEL), "--port", str(port))
         return Command(words + command_line(values), launch.environment(settings, up.topology, on_cpu=True))

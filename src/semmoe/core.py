@@ -221,9 +221,6 @@ class Policy(Protocol):
 class TokenPolicy(Policy, Protocol):
     """Decides the rank of its attention group to which each token's row goes."""
 
-    def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
-        """(N, S) int32: scores of ranks first_rank to first_rank + S from token ids alone, mean over layers."""
-
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
         """Yield the evidence of each layer.
 

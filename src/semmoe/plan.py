@@ -16,7 +16,6 @@ from semmoe.tokens.slices import ByPosition, PathScores
 from semmoe.topology import Fingerprint, Topology
 
 SCHEMA = 3
-READABLE = (2, 3)
 MOST_REQUESTS = 1 << 24  # profiled requests whose hashes a plan may hold
 FILES = {"plan.json", "plan.safetensors"}
 TOKENS = {kind.kind: kind for kind in (ByPosition, PathScores, PaperTables)}
@@ -35,8 +34,8 @@ class PlanHeader(BaseModel):
     tokens: dict[str, Any]  # the token policy's kind and its numbers
     requests: dict[str, Any]  # the request policy's kind and its numbers
     static_dispatch: bool
-    copy_choice: str = "static"
-    shuffle_from: int = 1
+    copy_choice: str
+    shuffle_from: int
     profiled_requests: bool
     settings: dict[str, Any]
     trace_hash: str
@@ -88,13 +87,6 @@ def load_plan(path: Path | str) -> Plan:
         raise ValueError(f"there is no plan at {path}")
     _check_version(path)
     header = load_json(path / "plan.json", PlanHeader)
-    # earlier plans of version 3 state their planes of look-ahead ids and the weight of prefix caches, mostly 0
-    for policy, kind, name in (
-        (header.tokens, PathScores, "lookahead"),
-        (header.requests, PromptScores, "cache_weight"),
-    ):
-        if policy.get("kind") == kind.kind and policy.pop(name, 0) != 0:
-            raise ValueError(f"{path}: {name} is no longer read: make the plan again with `semmoe solve`")
     try:
         kinds = {what: _kind(what, getattr(header, what)) for what in KINDS}
     except ValueError as error:
@@ -116,7 +108,7 @@ def _check_version(path: Path) -> None:
         version = read_object(path / "plan.json")["schema_version"]
     except (OSError, ValueError, KeyError):
         return  # load_json says what is wrong
-    if version not in READABLE:
+    if version != SCHEMA:
         raise ValueError(
             f"{path} has schema version {version}, and this semmoe reads {SCHEMA}: make it again with `semmoe solve`"
         )

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from semmoe.io.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, switch
 
-GRANULARITIES = ("layer", "batch")  # attention-TP: slices are decided once per layer or once per batch
 SEED = (0, (1 << 32) - 1)
 TOKENS = (1, 1 << 24)  # least and most tokens of a batch
 SHUFFLE_FROM_HELP = "attention-TP: least rows of a pass whose tokens are shuffled; 0: the plan's own number."
@@ -162,7 +161,7 @@ class ServeSettings(Checked):
         "plan", ("plan", "engine"), help="attention-DP: whether the plan or the engine sends requests to ranks."
     )
     shuffle: str = choice(
-        "layer", ("layer", "batch", "off"), help="attention-TP: how often the ranks of tokens are decided."
+        "plan", ("plan", "off"), help="attention-TP: whether the plan shuffles tokens to ranks at every layer."
     )
     shuffle_from: int = number(0, 0, 1 << 30, help=SHUFFLE_FROM_HELP)
     port: int = number(30000, 1, 65_535, panel="Output", help="Port to listen on.")

@@ -20,7 +20,7 @@ from semmoe.io.files import MOST_JSON_BYTES, read_limited
 
 MAX_FILE_BYTES = 1 << 33
 LINES = ".jsonl"
-BECOMES = {"map": "a plan, method `map`", "counts": "a plan, method `eplb`", "records": "a trace", "answers": "a trace"}
+BECOMES = {"map": "a plan, method `map`", "counts": "a plan, method `eplb`", "answers": "a trace"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ class Format:
 
 
 FORMATS = (  # the first that fits is taken
-    Format("sglang-records", "records", (".pt",), "records", routes.read_records),
     Format("sglang", "map", (".json", ".pt"), "physical_to_logical_map", maps.read_sglang_map, maps.write_sglang),
     Format("sglang-counts", "counts", (".json", ".pt"), "logical_count", maps.read_sglang_counts),
     Format("vllm-ascend", "map", (".json",), "layer_list", maps.read_ascend_map),

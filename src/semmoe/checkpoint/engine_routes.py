@@ -1,10 +1,8 @@
 """Read the routing of tokens that engines write without semmoe, as requests of a trace.
 
-- SGLang's expert distribution in the modes `per_pass` and `per_token` (`.pt`), whose passes name no request: first
-  chunks of prompts are read, later chunks and decoded tokens are counted and left out.
-- Answers, one in each line of a `.jsonl` file. vLLM: `choices` with token ids (`return_token_ids`) and `routed_experts`
-  (`--enable-return-routed-experts`), base64 of an array. SGLang's `/generate`: `output_ids` and `meta_info` with
-  `routed_experts`, base64 of int32; the user adds the prompt's `input_ids`. Nested lists are read in place of base64.
+Each line of a `.jsonl` file is an answer. vLLM: `choices` with token ids (`return_token_ids`) and `routed_experts`
+(`--enable-return-routed-experts`), base64 of an array. SGLang's `/generate`: `output_ids` and `meta_info` with
+`routed_experts`, base64 of int32; the user adds the prompt's `input_ids`. Nested lists are read in place of base64.
 
 An engine routes all tokens but the last that it sampled. It may omit the rows at the front, of a cached prefix.
 """
@@ -27,21 +25,17 @@ from semmoe.traces.prompts import UnusableError
 from semmoe.traces.routing import check_left_out, impossible_tokens
 from semmoe.traces.trace import TraceWriter
 
-EXTEND = 1  # SGLang's ForwardMode of prompts
-FIELDS = {"forward_mode", "input_ids", "positions", "extend_seq_lens", "topk_ids_of_layer"}
-SGLANG_TOP_K = 8  # ids per token in SGLang's detailed records, whatever the model's
 NUMPY_MAGIC = b"\x93NUMPY"
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError)
 
 
 @dataclass
 class Source:
-    """The file that routes are read from, its model, and counts of lines and tokens that are left out."""
+    """The file that routes are read from, its model, and counts of lines that are left out."""
 
     path: Path
     model: Model
     left_out: LeftOut  # lines
-    unassigned: int = 0  # tokens of SGLang's records that are of no first chunk
 
 
 @dataclass(frozen=True)
@@ -57,8 +51,8 @@ class Request:
 def write_requests(writer: TraceWriter, requests: Iterable[Request], source: Source) -> dict[str, int]:
     """Write requests to a trace; tokens that name an expert twice, which no router does, are left out.
 
-    Returns the numbers of requests and tokens that were written, and of tokens that were left out, by reason. Raises
-    ValueError if nothing is left, or for too many impossible tokens.
+    Returns the numbers of requests and tokens that were written, and of tokens that were left out. Raises ValueError if
+    nothing is left, or for too many impossible tokens.
     """
     tokens = impossible = 0
     for request in requests:
@@ -69,65 +63,13 @@ def write_requests(writer: TraceWriter, requests: Iterable[Request], source: Sou
         impossible += int((~kept).sum())
     check_left_out(str(source.path), impossible, tokens + impossible)
     if not tokens:
-        raise ValueError(
-            f"{source.path} has the routing of no whole prompt; with attention-TP and an all-to-all each rank of "
-            "SGLang routes a part of the tokens: record with --enable-dp-attention, or by semmoe record"
-        )
-    counts = {"requests": writer.num_requests, "tokens": tokens}
-    return {**counts, "unassigned_tokens": source.unassigned, "impossible_tokens": impossible}
+        raise ValueError(f"{source.path} has the routing of no token")
+    return {"requests": writer.num_requests, "tokens": tokens, "impossible_tokens": impossible}
 
 
 def _token_ids(ids: Any, model: Model) -> np.ndarray:
     """(T,) int64 token ids. Raises ValueError for one that the model does not have."""
     return whole("token", numbers([ids]), model.fingerprint.vocab_size - 1)[0]
-
-
-def read_records(content: dict[str, Any], source: Source) -> Iterator[Request]:
-    """Yield the first chunk of each prompt in the records of SGLang's passes, and count the other tokens.
-
-    Raises ValueError for records that are damaged, or that keep fewer experts per token than the model has.
-    """
-    top_k = source.model.fingerprint.top_k
-    if top_k > SGLANG_TOP_K:
-        raise ValueError(f"SGLang's records keep {SGLANG_TOP_K} experts of a token, and the model {top_k}")
-    if not isinstance(content["records"], list):
-        raise ValueError(f"{source.path}: records is not a list")
-    for number, record in enumerate(content["records"]):
-        if not isinstance(record, dict) or not record.keys() >= FIELDS:
-            raise ValueError(f"{source.path}: record {number} lacks one of {', '.join(sorted(FIELDS))}")
-        try:
-            requests = _prompts_of_pass(record, content.get("last_physical_to_logical_map", []), source.model)
-            source.unassigned += len(record["input_ids"]) - sum(len(request.token_ids) for request in requests)
-        except DAMAGED as error:
-            raise ValueError(f"{source.path}: record {number}: {error}") from None
-        yield from requests
-
-
-def _prompts_of_pass(record: dict[str, Any], to_logical: Any, model: Model) -> list[Request]:
-    """The first chunks of prompts in one pass, with physical experts turned into logical ones."""
-    # a rank of attention-DP may have had no request in this pass
-    if not len(record["input_ids"]) or record["forward_mode"] != EXTEND:
-        return []
-    tokens = _token_ids(record["input_ids"], model)
-    to_logical = whole("the expert of slot", numbers(to_logical), model.fingerprint.num_experts - 1)
-    experts = _logical(numbers(record["topk_ids_of_layer"]), to_logical)
-    experts = model.moe_rows(experts)[..., : model.fingerprint.top_k].swapaxes(0, 1)
-    ends = np.cumsum(record["extend_seq_lens"])
-    requests = []
-    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-        # With attention-TP and an all-to-all each rank routes a part of the tokens, and the others have no ids.
-        if record["positions"][begin] == 0 and (experts[begin:end] >= 0).all():
-            prompt = tokens[begin:end]
-            requests.append(Request(prompt, prompt, experts[begin:end]))
-    return requests
-
-
-def _logical(physical: np.ndarray, to_logical: np.ndarray) -> np.ndarray:
-    """(layers, tokens, 8) logical experts of physical ones; -1 where a token has fewer. to_logical: (layers, P)."""
-    flat = np.clip(physical, 0, None).reshape(len(physical), -1)
-    slots = whole("physical expert", flat, to_logical.shape[1] - 1)
-    logical = np.take_along_axis(to_logical, slots, axis=1)
-    return np.where(physical < 0, -1, logical.reshape(physical.shape))
 
 
 def read_answers(path: Path, source: Source) -> Iterator[Request]:

@@ -141,8 +141,8 @@ def import_(
 
     A map of physical experts (SGLang's, vLLM-Ascend's or TensorRT-LLM's file, .npy, .pt) becomes a plan, and so
     do counts of activations (SGLang's expert distribution), by EPLB: counts do not say which tokens or requests use an
-    expert, so the plan balances load and schedules nothing. SGLang's records of passes, and answers of vLLM or SGLang
-    with routed experts (.jsonl), become a trace for `semmoe solve`.
+    expert, so the plan balances load and schedules nothing. Answers of vLLM or SGLang with routed experts (.jsonl)
+    become a trace for `semmoe solve`.
 
     Lines that hold no answer, and tokens that name an expert twice, are left out and counted.
 
@@ -204,21 +204,14 @@ def _trace(form: Format, content: Any, source: Source, out: Path) -> dict[str, A
 
 
 def _print(result: dict[str, Any]) -> None:
-    for words in (result["note"], result.get("left_out_lines"), _left_out_tokens(result)):
+    for words in (result["note"], result.get("left_out_lines")):
         if words:
             console.warn(words)
+    if result.get("impossible_tokens"):
+        words = "tokens are left out: they name an expert twice in a layer, which no router does"
+        console.warn(f"{result['impossible_tokens']:,} {words}")
     if "tokens" in result:
         console.out.print(f"{result['out']}: {result['requests']:,} requests, {result['tokens']:,} tokens")
         return
     words = f"a plan for {result['ep_size']} ranks with {result['redundant_experts']} redundant experts"
     console.out.print(f"{result['out']}: {words}, by {result['method']}; it schedules no request and no token")
-
-
-def _left_out_tokens(result: dict[str, Any]) -> str:
-    """Why tokens are left out, and how many; empty if none is."""
-    reasons = {
-        "unassigned_tokens": "SGLang's records do not say of which request they are",
-        "impossible_tokens": "they name an expert twice in a layer, which no router does",
-    }
-    words = [f"{result[name]:,} tokens are left out: {why}" for name, why in reasons.items() if result.get(name)]
-    return "; ".join(words)

@@ -10,9 +10,6 @@ from typing import Annotated, Any
 
 from semmoe.cli import options
 from semmoe.cli.app import SERVING, command
-from semmoe.core import Plan
-from semmoe.costs.links import load_links
-from semmoe.costs.moving import move_between
 from semmoe.engines.private import check_folder
 from semmoe.io import console
 from semmoe.settings import AdaptSettings, SwapSettings
@@ -28,8 +25,6 @@ def swap(
     stage_only: Annotated[
         bool, options.output("Only give the plan to the ranks of this node, of several.", "--stage-only")
     ] = False,
-    dry_run: Annotated[bool, options.output("Print what would move, and stop.")] = False,
-    links: options.LinksOption = None,
     settings: SwapSettings,
     as_json: options.Json = False,
 ) -> None:
@@ -49,40 +44,13 @@ def swap(
     url, folder, client = server.find()
     loaded = load_plan(plan)
     check_folder(folder)
-    if dry_run:
-        _price(loaded, folder, links, as_json)
-    elif stage_only:
+    if stage_only:
         name = plan_name(stage(loaded, folder))
         console.say(f"plan {name} is staged in {folder}")
     else:
         with console.err.status("swapping"):
             status = Served(url, folder, client).swap(loaded, settings)
         _tell(plan_number(loaded), status, folder, as_json)
-
-
-def _price(plan: Plan, folder: Path, links: str | None, as_json: bool) -> None:
-    """Print the experts that a swap would move, and how long passes would wait for it."""
-    from semmoe.live.status import read_status, staged
-    from semmoe.live.swap import check_fits
-
-    status = read_status(folder)
-    old = staged(folder, status.plan)
-    check_fits(plan, old)
-    move, size = move_between(old, plan), status.expert_bytes
-    row = {
-        "slots": move.slots,
-        "experts_inside_nodes": move.inside,
-        "experts_between_nodes": move.between,
-        "megabytes": (move.inside + move.between) * size / 1e6,
-    }
-    if links:
-        seconds = move.seconds(size, load_links(links, plan.topology))
-        row |= {"seconds": float(seconds.sum()), "seconds_of_the_longest_layer": float(seconds.max(initial=0.0))}
-    shown = [
-        [name.replace("_", " "), f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"]
-        for name, value in row.items()
-    ]
-    console.tell(as_json, row, lambda: console.print_table("what would move", ["", ""], shown))
 
 
 def _tell(number: int, status: Any, folder: Path, as_json: bool) -> None:

@@ -162,7 +162,7 @@ class OnPlan(Host):
     def _description(self) -> dict[str, str]:
         return {
             "method": self.plan.method,
-            "shuffle": self._settings.shuffle if self.shuffles else "no",
+            "shuffle": "yes" if self.shuffles else "no",
             "redundant": str(self.plan.placement.redundant_experts),
             "plan": Path(self._settings.plan).name,
         }

@@ -26,7 +26,6 @@ from semmoe.core import Plan
 from semmoe.engines.counters import Reading
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.fused import PeerBuffers, fused_all_gather, fused_reduce_scatter
 from semmoe.runtime.shuffle import ShuffleHandle, shuffled_all_gather, shuffled_reduce_scatter, take_rows
 from semmoe.runtime.shuffler import PADDING_SLOT, Shuffler
 
@@ -37,8 +36,7 @@ class TokenRows:
     `scatter` and `restore` enclose a feed-forward layer. An adaptor's hooks call them.
 
     num_slots: the number of the engine's request slots, PADDING_SLOT included, known when the first pass begins.
-    drafts: draft tokens per request that a pass may run and that may be rejected and run again. buffers: for the fused
-    pair.
+    drafts: draft tokens per request that a pass may run and that may be rejected and run again.
     """
 
     def __init__(
@@ -47,14 +45,12 @@ class TokenRows:
         comm: Communicator,
         num_slots: Callable[[], int],
         drafts: int = 0,
-        buffers: PeerBuffers | None = None,
     ) -> None:
         self.comm = comm
         self._shuffler = self._next = shuffler
         self.make: Any = None  # Callable[[Plan], Shuffler]: the same rank's of another plan, where plans can be swapped
         self._num_slots = num_slots
         self._drafts = drafts
-        self._buffers = buffers
         self._nobody = 0  # an additional slot, for tokens of which no history is kept
         self._watch = SlotWatch(0, torch.device("cpu"))  # replaced at the first pass, before graphs are captured
         self.shuffled = False  # whether this pass is shuffled by the plan
@@ -170,11 +166,7 @@ class TokenRows:
         """
         self._given_rows, self._layer = len(partial), layer
         self._handle = handle = self._shuffler.slices(layer)
-        if self._buffers is None:
-            mine = shuffled_reduce_scatter(self.comm, partial, handle)
-        else:
-            mine = fused_reduce_scatter(self.comm, self._buffers, partial, handle)
-        return mine, take_rows(residual, handle.mine)
+        return shuffled_reduce_scatter(self.comm, partial, handle), take_rows(residual, handle.mine)
 
     def restore(self, rows: Tensor) -> Tensor:
         """(n, H) of every rank -> (N', H) in the tokens' order; the routing is sent along.
@@ -187,16 +179,12 @@ class TokenRows:
         if travels:
             assert self._routing is not None
             columns.append(self._shuffler.by_weight(*self._routing))
-        whole = self._gather([fit_rows(column, self._handle.slice_rows) for column in columns], self._handle)
+        padded = [fit_rows(column, self._handle.slice_rows) for column in columns]
+        whole = shuffled_all_gather(self.comm, padded, self._handle)
         self._handle = None
         if travels:
             self._tell(whole[1])
         return whole[0][: self._given_rows]
-
-    def _gather(self, columns: list[Tensor], handle: ShuffleHandle) -> list[Tensor]:
-        if self._buffers is None:
-            return shuffled_all_gather(self.comm, columns, handle)
-        return fused_all_gather(self.comm, self._buffers, columns, handle)
 
     def _tell(self, expert_ids: Tensor) -> None:
         assert self._layer is not None

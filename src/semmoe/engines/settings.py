@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from semmoe.core import NEVER, Plan
-from semmoe.settings import GRANULARITIES
 
 PREFIX = "SEMMOE_"
 PLANS = "plans"  # in the control folder: plans that a server may be swapped to
@@ -19,7 +18,7 @@ class PluginSettings:
 
     plan: str = ""  # a plan directory; empty: vanilla, whose traffic is counted as well
     schedule: str = "plan"  # "plan" or "engine": who assigns requests to data-parallel ranks
-    shuffle: str = "layer"  # "layer", "batch" or "off": how often slices of attention-TP groups are decided
+    shuffle: str = "plan"  # "plan" or "off": whether tokens of attention-TP groups are shuffled
     shuffle_from: str = ""  # least rows of a pass whose tokens are shuffled; empty: the plan's own number
     control: str = ""  # a folder for activity files and `semmoe record`
     record: str = ""  # 1: routing can be recorded in CUDA graphs too, at the cost of a copy a layer in every pass
@@ -29,9 +28,8 @@ class PluginSettings:
             raise ValueError(f"SEMMOE_SCHEDULE must be plan or engine, not {self.schedule!r}")
         if self.shuffle_from and not (self.shuffle_from.isdecimal() and 1 <= int(self.shuffle_from) <= NEVER):
             raise ValueError(f"SEMMOE_SHUFFLE_FROM must lie between 1 and {NEVER}, not {self.shuffle_from!r}")
-        allowed = (*GRANULARITIES, "off")
-        if self.shuffle not in allowed:
-            raise ValueError(f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
+        if self.shuffle not in ("plan", "off"):
+            raise ValueError(f"SEMMOE_SHUFFLE must be plan or off, not {self.shuffle!r}")
         check_switch("RECORD", self.record)
 
     def served(self, plan: Plan) -> Plan:

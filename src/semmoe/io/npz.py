@@ -11,7 +11,6 @@ from semmoe.io.bounds import whole_numbers
 from semmoe.io.files import read_object
 from semmoe.topology import Fingerprint
 
-LOOKAHEAD_REMOVED = "look-ahead ids are no longer read: make the trace again with `semmoe profile`"
 MAX_TRACE_BYTES = 16 << 30  # unpacked; a file is read whole: 4 billion expert ids at int32
 MAX_META_BYTES = 256 << 20  # unpacked; the strings of a vocabulary and examples take some MB
 NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -31,8 +30,6 @@ def read_npz(path: Path) -> RoutingTrace:
     try:
         if {"experts", "route_starts", "tokens", "token_starts", "pos0"} <= set(arrays):
             arrays = _plain_from_fingerprinting(arrays)
-        if "lookahead_ids" in arrays:
-            raise ValueError(LOOKAHEAD_REMOVED)
         needed = {"token_ids", "expert_ids", "request_offsets"}
         if not needed <= set(arrays):
             raise ValueError(f"it holds {sorted(arrays)}; a plain trace needs {sorted(needed)}")

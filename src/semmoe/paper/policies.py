@@ -14,7 +14,6 @@ from semmoe.costs.metrics import majority_rank
 from semmoe.io.bounds import Checked, Declared, number
 from semmoe.numeric.jit import njit
 from semmoe.requests.scheduler import RequestScheduler
-from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.slices import slice_size
 from semmoe.topology import Fingerprint, Topology
 from semmoe.traces.affinity import known_rows
@@ -101,13 +100,6 @@ class PaperTables(Checked):
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) bool: tokens for which only the prior is known."""
         return self.token_source[token_ids] == PRIOR
-
-    def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
-        """(N, S) int32: confidence of T in each rank of the group, mean over layers, in units of 1 / SCALE."""
-        group, rows = first_rank // num_slices, known_rows(token_ids, self.token_ranks.shape[2])
-        ranks = self.token_ranks[:, group, rows, None] == np.arange(num_slices)  # (L, N, S)
-        confidence = self.token_confidence[:, group, rows, None].astype(np.float32)
-        return np.rint((ranks * confidence).mean(axis=0) * SCALE).astype(np.int32)
 
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
         """Yield for each layer the preferred ranks of each token (Algorithm 3, line 2); `decoding` has no effect."""

@@ -15,18 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semmoe.core import Plan, TokenPolicy
+from semmoe.core import Plan
 from semmoe.costs.metrics import majority_rank
 from semmoe.paper.policies import PaperTables, assign_slices, device_of_expert, look_up
 from semmoe.runtime import kernels
 from semmoe.runtime.history import History
 from semmoe.runtime.shuffle import ShuffleHandle, shuffle_handle, slice_rows
 from semmoe.runtime.tables import ScoreTables, Turns
-from semmoe.settings import GRANULARITIES
 from semmoe.tokens.slices import ByPosition, PathScores
 
 PADDING_SLOT = 0  # padding writes to this slot, which is never read
-CHUNK = 4096  # token ids scored at a time when a table is made
 Device: TypeAlias = str | torch.device
 
 
@@ -66,19 +64,6 @@ class Slicer:
 
     def observe(self, layer: int, expert_ids: Tensor) -> None:
         """Observe the experts (N, K) of all rows at a MoE layer; padding has any ids."""
-
-
-class TokenSlices(Slicer):
-    """Slices once per pass, from the tokens alone: the policy's mean scores over layers, as one table."""
-
-    def __init__(self, plan: Plan, group: int, device: Device) -> None:
-        super().__init__(plan, group, device)
-        self._scores = _token_table(plan.tokens, self._first, self._size, plan.fingerprint.vocab_size).to(device)
-
-    def start(self, rows: Rows, new_slots: Tensor) -> None:
-        ids, last = rows.token_ids, len(self._scores) - 1
-        scores = self._scores[torch.where((ids >= 0) & (ids < last), ids, last).long()]
-        self._slices = kernels.of(ids.device).assign(scores.masked_fill(~rows.real[:, None], 0))
 
 
 class PathSlices(Slicer):
@@ -140,7 +125,7 @@ class PaperSlices(Slicer):
         if torch.device(device).type != "cpu":
             raise ValueError(
                 f"a plan of method {plan.method!r} has {plan.tokens.kind}, whose slices are assigned on the host: "
-                "solve one by method semmoe, or shuffle once per batch"
+                "solve one by method semmoe"
             )
         super().__init__(plan, group, device)
         assert isinstance(plan.tokens, PaperTables)
@@ -167,7 +152,7 @@ class PaperSlices(Slicer):
         self._devices.insert(0, majority_rank(ids, self._devices_of_expert[layer], self._size))
 
 
-BY_LAYER: dict[str, type[Slicer]] = {
+SLICERS: dict[str, type[Slicer]] = {
     ByPosition.kind: Slicer,
     PathScores.kind: PathSlices,
     PaperTables.kind: PaperSlices,
@@ -179,16 +164,11 @@ class Shuffler:
 
     Every rank of the group runs it on the same tokens and so computes the same slices without communication. `reserve`
     allocates the states of requests, `start` begins a forward pass, `slices` decides a layer, `by_weight` and
-    `observe` pass on the routing. With granularity "layer" every MoE layer is decided again, as in the paper; with
-    "batch" the slices are decided once per forward pass from the tokens alone, so that no rank needs other ranks'
-    routing. Raises ValueError for the paper's tables by layer on a GPU.
+    `observe` pass on the routing. Raises ValueError for the paper's tables on a GPU.
     """
 
-    def __init__(self, plan: Plan, group: int, rank: int, granularity: str, device: Device) -> None:
-        if granularity not in GRANULARITIES:
-            raise ValueError(f"granularity must be {' or '.join(GRANULARITIES)}, not {granularity!r}")
-        by_batch = granularity == "batch" and plan.tokens.by_tables
-        self._slicer = (TokenSlices if by_batch else BY_LAYER[plan.tokens.kind])(plan, group, device)
+    def __init__(self, plan: Plan, group: int, rank: int, device: Device) -> None:
+        self._slicer = SLICERS[plan.tokens.kind](plan, group, device)
         self._shuffle_from, self._shuffled = plan.shuffle_from, False
         self._id_type = id_type(plan)
         self._size = plan.topology.attn_tp_size
@@ -235,8 +215,7 @@ class Shuffler:
         if self._shuffled and self.uses_history and moe_layer is not None:
             return self._made(self._slicer.slices(moe_layer))
         if self._handle is None:
-            by_policy = self._shuffled and not self.uses_history
-            self._handle = self._made(self._slicer.slices(0) if by_policy else contiguous(self._real, self._size))
+            self._handle = self._made(contiguous(self._real, self._size))
         return self._handle
 
     def _made(self, slices: Tensor) -> ShuffleHandle:
@@ -259,10 +238,3 @@ def contiguous(rows: Tensor, size: int) -> Tensor:
 def id_type(plan: Plan) -> torch.dtype:
     """The integer type in which expert ids are sent between ranks: uint8 for at most 256 experts, else int32."""
     return torch.uint8 if plan.fingerprint.num_experts <= 256 else torch.int32
-
-
-def _token_table(policy: TokenPolicy, first_rank: int, num_slices: int, vocab_size: int) -> Tensor:
-    """(V + 1, S) int32: `scores_of_tokens` of every token id; the last row is for ids outside the vocabulary."""
-    ids = np.append(np.arange(vocab_size), -1)
-    parts = [policy.scores_of_tokens(first_rank, num_slices, ids[i : i + CHUNK]) for i in range(0, len(ids), CHUNK)]
-    return torch.from_numpy(np.concatenate(parts))

@@ -46,10 +46,6 @@ class ByPosition:
         """(N,) bool: all False, since no token is looked up."""
         return np.zeros(len(token_ids), bool)
 
-    def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
-        """(N, S) int32 zeros, since nothing is known of the tokens."""
-        return np.zeros((len(token_ids), num_slices), np.int32)
-
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
         """Yield the policy itself for every layer: it needs no other evidence."""
         for _ in range(trace.fingerprint.num_layers):
@@ -132,11 +128,6 @@ class PathScores(Checked):
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) bool: tokens for which only the prior is known."""
         return self.token_source[token_ids] == PRIOR
-
-    def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
-        """(N, S) int32: scores of ranks first_rank to first_rank + S from token ids alone, mean over layers."""
-        looked_up = look_up_tokens(self, range(len(self.token_shift)), first_rank, num_slices, token_ids)
-        return (looked_up.sum(axis=0, dtype=np.int64) // len(looked_up)).astype(np.int32)
 
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
         """Yield for each layer the scores of every token over the ranks of its group."""

@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict
 
 from semmoe.core import DECODE, PER_TOKEN, PREFILL, RoutingTrace
 from semmoe.io.bounds import whole_numbers
 from semmoe.io.files import load_array, load_arrays, load_json, save_arrays, save_json
-from semmoe.io.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz
+from semmoe.io.npz import offsets_of, read_npz
 from semmoe.topology import Fingerprint
 from semmoe.traces.routing import Tally, impossible_tokens
 
 SCHEMA = 2
-READABLE = (1, 2)
-HASHED = "hashed.safetensors"  # tables of hash-routed layers, which earlier traces hold
 ARRAYS = {*PER_TOKEN, "request_lengths", "prompt_ids", "prompt_lengths"}
 
 
@@ -34,16 +31,6 @@ class TraceHeader(BaseModel):
     fingerprint: Fingerprint
     dataset_hash: str  # SHA-256 over the prompts; only runs on the same dataset are appended
     settings: dict[str, Any]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_lookahead(cls, stated: Any) -> Any:
-        """Omit the number of look-ahead ids, which is 0 in a trace without them; refuse any other number."""
-        if not isinstance(stated, dict) or "lookahead" not in stated:
-            return stated
-        if stated["lookahead"] != 0:
-            raise PydanticCustomError("lookahead", LOOKAHEAD_REMOVED)
-        return {name: value for name, value in stated.items() if name != "lookahead"}
 
 
 class TraceWriter:
@@ -182,10 +169,8 @@ def possible_part(trace: RoutingTrace) -> RoutingTrace:
 
 def read_header(path: Path) -> TraceHeader:
     header = load_json(path / "trace.json", TraceHeader)
-    if header.schema_version not in READABLE:
+    if header.schema_version != SCHEMA:
         raise ValueError(f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
-    if (path / HASHED).exists():
-        raise ValueError(f"{path / HASHED} is no longer read: make the trace again with `semmoe profile`")
     return header
 
 

@@ -16,8 +16,8 @@ from serving import FORKED as PLUGIN
 from serving import NEW_TOKENS, free_port
 
 from semmoe.engines.launch import command_line
+from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang import launch
-from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.plan import load_plan
 from semmoe.topology import Topology
 
@@ -102,7 +102,7 @@ def _run(pipe: Any, work: Callable[[Offline], Any], opened: Any, log: Path, vari
 def _engine(
     model: str, topology: Topology, folder: Path, plan: str, options: tuple[str, ...], settings: dict[str, str]
 ) -> Iterator[Offline]:
-    given = SglangSettings(plan=plan, control=str(folder), **settings)
+    given = PluginSettings(plan=plan, control=str(folder), **settings)
     location, redundant = None, 0
     if plan:
         made = load_plan(plan)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang.model import prompts
 from semmoe.engines.sglang.rank import RankPlugin
-from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.step import Pass
@@ -62,7 +62,7 @@ def comm():
 
 def shuffle(plan):
     """The shuffle of a plan, over a stand-in for SGLang's pool of 12 requests."""
-    return BoundaryShuffle(Shuffler(plan, 0, 0, "layer", "cpu"), comm(), {}, lambda: 12)
+    return BoundaryShuffle(Shuffler(plan, 0, 0, "cpu"), comm(), {}, lambda: 12)
 
 
 def route(shuffle, told, seed):
@@ -118,7 +118,7 @@ def test_drafts_are_not_recorded():
 
 def plugin(layers=2):
     """A rank's plug-in as `_attach` leaves it, with the model's blocks and one of a draft model."""
-    rank = RankPlugin(SglangSettings())
+    rank = RankPlugin(PluginSettings())
     blocks = [SimpleNamespace(layer_id=layer) for layer in range(layers)]
     rank._blocks, rank._experts_per_rank = {id(block) for block in blocks}, 4
     rank._traffic = Traffic()

@@ -29,7 +29,7 @@ class Captured:
         runner = SimpleNamespace(max_num_reqs=512, max_num_tokens=512, **buffers)
         real, shuffler = (
             RealRows(torch.zeros((), dtype=torch.int64, device=GPU)),
-            Shuffler(plan, 0, 0, "layer", GPU),
+            Shuffler(plan, 0, 0, GPU),
         )
         self.shuffle = LayerShuffle(shuffler, comm, real, runner, Slots(), drafts=0)
         tables = [((experts, 2), torch.int16), ((experts, 2), torch.int32), ((experts,), torch.int16)]

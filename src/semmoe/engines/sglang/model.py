@@ -9,14 +9,10 @@ from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disable
 from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule, get_spec
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
-from semmoe.core import Plan
 from semmoe.engines.settings import unseen_in_graphs
-from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
 from semmoe.topology import Topology
 
 MOST_REQUESTS = 4096  # most requests that SGLang runs at a time by default
-EXPERT_ID_BYTES = 4  # most bytes per expert id sent with the rows
 
 
 def all_to_all() -> bool:
@@ -74,19 +70,6 @@ def routing_buffer(runner: Any, num_layers: int, top_k: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=runner.device)
 
 
-def peer_buffers(plan: Plan, runner: Any, comm: Communicator) -> PeerBuffers:
-    """Buffers large enough for any pass. Raises ValueError if SEMMOE_FUSED=1 is not possible."""
-    config = runner.model_config
-    row_bytes = config.hf_text_config.hidden_size * config.dtype.itemsize + EXPERT_ID_BYTES * plan.fingerprint.top_k
-    try:
-        rows = most_rows()
-        if rows <= 0:
-            raise ValueError("a pass over prompts has no largest size: give --chunked-prefill-size")
-        return symmetric_buffers(comm, runner.device, config.dtype, (rows + comm.size) * row_bytes)
-    except ValueError as error:
-        raise ValueError(f"SEMMOE_FUSED=1: {error}") from None
-
-
 def capture(layer_id: int, expert_ids: torch.Tensor) -> None:
     """Write expert ids (N, K) of a layer to SGLang's buffer of routed experts."""
     capturer = get_resources().experts_capturer
@@ -94,10 +77,10 @@ def capture(layer_id: int, expert_ids: torch.Tensor) -> None:
         BaseTopkCapturer.capture(capturer, layer_id, expert_ids.to(torch.int32))
 
 
-def why_unrecorded(granularity: str, buffered: bool) -> str:
+def why_unrecorded(shuffles: bool, buffered: bool) -> str:
     """Why a rank does not see every row of its attention group; "" if it does.
 
-    granularity: "" without a shuffle. buffered: whether routing is put into a buffer, as graphs need.
+    buffered: whether routing is put into a buffer, as graphs need.
     """
     parallel = get_parallel()
     if get_spec().speculative_algorithm:
@@ -106,8 +89,8 @@ def why_unrecorded(granularity: str, buffered: bool) -> str:
         return unseen_in_graphs("--disable-cuda-graph")
     if buffered and most_rows() <= 0:
         return "a pass over prompts has no largest size, and SEMMOE_RECORD=1 needs one: give --chunked-prefill-size"
-    if granularity:
-        return "" if granularity == "layer" else "tokens shuffled once per batch carry no routing along"
+    if shuffles:
+        return ""
     if all_to_all() and parallel.attn_tp_size > 1:
         return "each rank of an attention-TP group sees a slice of the tokens; serve on a plan, which shuffles them"
     if not all_to_all() and parallel.attn_tp_size < parallel.tp_size:

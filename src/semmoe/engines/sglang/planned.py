@@ -14,13 +14,13 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_resources, ge
 from semmoe.core import Plan
 from semmoe.engines.hooks import Replacement
 from semmoe.engines.host import OnPlan
+from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang import targets
 from semmoe.engines.sglang.families import expert_sizes, with_copies
 from semmoe.engines.sglang.live import LiveExperts
 from semmoe.engines.sglang.location import ChosenCopies, check_dispatch, check_location
-from semmoe.engines.sglang.model import all_to_all, capture, layer_of_norm, peer_buffers, running_topology
+from semmoe.engines.sglang.model import all_to_all, capture, layer_of_norm, running_topology
 from semmoe.engines.sglang.rank import RankPlugin
-from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.weights import placed_only
 from semmoe.live.swap import NoSwapper, Swapper, attach, decline
@@ -31,10 +31,8 @@ from semmoe.runtime.shuffler import Shuffler
 class PlannedRank(OnPlan, RankPlugin):
     """The hooks of every process: experts where the plan has them, its copies, and its shuffle."""
 
-    def __init__(self, plan: Plan, settings: SglangSettings) -> None:
+    def __init__(self, plan: Plan, settings: PluginSettings) -> None:
         super().__init__(plan, settings)
-        if settings.fused == "1" and not self.shuffles:
-            raise ValueError("SEMMOE_FUSED=1 needs a plan that shuffles tokens, as those for attention-TP do")
         self._copies = ChosenCopies()
 
     def hooks(self) -> list[Replacement]:
@@ -85,8 +83,7 @@ class PlannedRank(OnPlan, RankPlugin):
         comm = Communicator(parallel.attn_tp_group.device_group, parallel.attn_tp_rank, parallel.attn_tp_size)
         norms, shuffler = layer_of_norm(runner.model, layers), self._new_shuffler(runner, self.plan)
         pool = lambda: len(runner.req_to_token_pool.req_to_token)  # noqa: E731
-        buffers = peer_buffers(self.plan, runner, comm) if self._settings.fused == "1" else None
-        shuffle = BoundaryShuffle(shuffler, comm, norms, pool, buffers)
+        shuffle = BoundaryShuffle(shuffler, comm, norms, pool)
         self._shuffle, shuffle.ran = shuffle, self._check.ran
         shuffle.make = functools.partial(self._new_shuffler, runner)
         self._check.expect("scatter", len(layers))
@@ -99,8 +96,7 @@ class PlannedRank(OnPlan, RankPlugin):
     def _new_shuffler(self, runner: Any, plan: Plan) -> Shuffler:
         parallel = get_parallel()
         group = parallel.moe_ep_rank // plan.topology.attn_tp_size
-        granularity = self._settings.shuffle
-        return Shuffler(self._settings.served(plan), group, parallel.attn_tp_rank, granularity, runner.device)
+        return Shuffler(self._settings.served(plan), group, parallel.attn_tp_rank, runner.device)
 
     def _new_swapper(self, runner: Any, blocks: dict[int, Any], group: Any) -> Swapper | NoSwapper:
         folder, captured = self._settings.folder, not cuda_graph_fully_disabled()

@@ -5,41 +5,33 @@ import os
 
 from semmoe.core import Plan
 from semmoe.engines.hooks import Replacement, cpu_patches
+from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang import targets
-from semmoe.engines.sglang.settings import SglangSettings
-from semmoe.engines.start import once, start
+from semmoe.engines.start import hooked, once, start
 
 
 def register() -> None:
     """Hook SGLang if the environment says so; end the process with one line if anything does not fit."""
-    start("SGLang", SglangSettings, _register)
+    start("SGLang", PluginSettings, _register)
 
 
 def on_cpu() -> bool:
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 
-def _register(settings: SglangSettings) -> None:
+def _register(settings: PluginSettings) -> None:
     if not (settings.plan or settings.control or on_cpu()):
         return
     from semmoe.engines.sglang.planned import PlannedRank
     from semmoe.engines.sglang.rank import RankPlugin
     from semmoe.engines.sglang.registry import install
-    from semmoe.plan import load_plan
 
-    rank: RankPlugin
-    requests: list[Replacement] = []
-    if settings.plan:
-        plan = load_plan(settings.plan)
-        rank = PlannedRank(plan, settings)
-        requests = _scheduling(plan, settings) if settings.schedules(plan) else []
-    else:
-        rank = RankPlugin(settings)
+    rank, hooks = hooked(settings, RankPlugin, PlannedRank, _scheduling)
     patches = cpu_patches("sglang").patch(rank.dispatch_comms) if on_cpu() else ()
-    install([*rank.hooks(), *requests], patches)
+    install(hooks, patches)
 
 
-def _scheduling(plan: Plan, settings: SglangSettings) -> list[Replacement]:
+def _scheduling(plan: Plan, settings: PluginSettings) -> list[Replacement]:
     """Hooks of the controller, which assigns requests."""
     from semmoe.engines.sglang.requests import RequestHook
 

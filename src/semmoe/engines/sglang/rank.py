@@ -10,6 +10,7 @@ from sglang.srt.runtime_context import get_parallel, get_resources
 from semmoe.engines import supervisor
 from semmoe.engines.hooks import Replacement
 from semmoe.engines.host import Host
+from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang import guard, targets
 from semmoe.engines.sglang.live import Orders
 from semmoe.engines.sglang.model import (
@@ -20,7 +21,6 @@ from semmoe.engines.sglang.model import (
     running_topology,
     why_unrecorded,
 )
-from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.sglang.weights import load_tied
 from semmoe.engines.step import Pass
@@ -34,9 +34,8 @@ class RankPlugin(Host):
     ENGINE = "SGLang"
     VERSION = sglang.__version__
     TRIED = targets.TRIED
-    _settings: SglangSettings
 
-    def __init__(self, settings: SglangSettings) -> None:
+    def __init__(self, settings: PluginSettings) -> None:
         super().__init__(settings)
         self._experts_per_rank = 0
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
@@ -77,7 +76,7 @@ class RankPlugin(Host):
         if self._settings.folder is not None:
             self._attach_recorder(runner, sorted(blocks))
             self.swapper = self._new_swapper(runner, blocks, group)
-        self._publish(running_topology(self.num_nodes), fused=str(self._settings.fused == "1").lower())
+        self._publish(running_topology(self.num_nodes))
 
     def _know(self, blocks: dict[int, Any]) -> None:
         """Note the expert layers, which hooks must see in every pass."""
@@ -105,7 +104,7 @@ class RankPlugin(Host):
         """Record on one rank of an attention group."""
         if get_parallel().attn_tp_rank != 0:
             return
-        reason = why_unrecorded(self._settings.shuffle if self.shuffles else "", self._settings.record == "1")
+        reason = why_unrecorded(self.shuffles, self._settings.record == "1")
         path = str(runner.model_config.model_path)
         if self._record(reason, len(layers), path, functools.partial(routing_buffer, runner)):
             self._places = {layer: place for place, layer in enumerate(layers)}

@@ -16,7 +16,6 @@ from torch import Tensor
 from semmoe.engines.layer import TokenRows
 from semmoe.engines.step import Pass, Step
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.fused import PeerBuffers
 from semmoe.runtime.shuffler import Shuffler
 
 
@@ -27,7 +26,7 @@ class BoundaryShuffle(TokenRows):
     not shuffled SGLang's own code runs, whose slices are contiguous.
 
     layer_of_norm: the MoE layer that each post-attention norm (by identity) leads to. num_slots: of SGLang's request
-    pool, which is made after the model is loaded. buffers: for the fused pair.
+    pool, which is made after the model is loaded.
     """
 
     def __init__(
@@ -36,9 +35,8 @@ class BoundaryShuffle(TokenRows):
         comm: Communicator,
         layer_of_norm: dict[int, int],
         num_slots: Callable[[], int],
-        buffers: PeerBuffers | None = None,
     ) -> None:
-        super().__init__(shuffler, comm, num_slots, buffers=buffers)
+        super().__init__(shuffler, comm, num_slots)
         self._layers = layer_of_norm
         self._inside = False  # between the two hooks of a feed-forward layer
         self._announced = False  # whether `begin` was called, not while a graph is captured

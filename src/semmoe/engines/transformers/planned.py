@@ -51,7 +51,7 @@ class PlannedModel(ABC):
         self._comms: list[Any] = [experts_comm] if attention_comm is experts_comm else [experts_comm, attention_comm]
         self.copies = self._copies_for(plan, experts_comm.rank)
         group = experts_comm.rank // plan.topology.attn_tp_size
-        shuffler = Shuffler(plan, group, attention_comm.rank, "layer", model.device)
+        shuffler = Shuffler(plan, group, attention_comm.rank, model.device)
         self.rows = TokenRows(shuffler, attention_comm, lambda: 1 + len(self._lengths))
         self._lengths = np.zeros(0, np.int64)  # tokens of each request of the batch that were fed so far
         self.compute_seconds: Counter[str] = Counter()  # of attention and of experts, by the host's clock

@@ -140,7 +140,7 @@ def check_split(runner: Any) -> None:
         raise ValueError(NOT_RETURNED)
 
 
-def why_unrecorded(shuffles: bool, granularity: str, split: int, captured: bool) -> str:
+def why_unrecorded(shuffles: bool, split: int, captured: bool) -> str:
     """Why a rank does not see every row of its attention group; "" if it does.
 
     split: ranks that share its rows. captured: passes are replayed from graphs, and none has a buffer for routing.
@@ -148,7 +148,7 @@ def why_unrecorded(shuffles: bool, granularity: str, split: int, captured: bool)
     if captured:
         return unseen_in_graphs("--enforce-eager")
     if shuffles:
-        return "" if granularity == "layer" else "tokens shuffled once per batch carry no routing along"
+        return ""
     if split > 1:
         return "each rank of an attention-TP group sees a slice of the tokens; serve on a plan, which shuffles them"
     return ""

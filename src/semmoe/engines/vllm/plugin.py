@@ -5,7 +5,7 @@ import logging
 
 from semmoe.core import Plan
 from semmoe.engines.hooks import Replacement, cpu_patches
-from semmoe.engines.start import once, start
+from semmoe.engines.start import hooked, once, start
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.settings import VllmSettings
 
@@ -24,20 +24,12 @@ def _register(settings: VllmSettings) -> None:
     from semmoe.engines.vllm.planned import PlannedRank
     from semmoe.engines.vllm.rank import RankPlugin
     from semmoe.engines.vllm.registry import install
-    from semmoe.plan import load_plan
 
     logging.getLogger("semmoe").parent = logging.getLogger("vllm")  # the root logger has no handler
-    rank: RankPlugin
-    requests: list[Replacement] = []
-    if settings.plan:
-        plan = load_plan(settings.plan)
-        rank = PlannedRank(plan, settings)
-        requests = _scheduling(plan, settings) if settings.schedules(plan) else []
-    else:
-        rank = RankPlugin(settings)
+    rank, hooks = hooked(settings, RankPlugin, PlannedRank, _scheduling)
     relied_on = [targets.ROUTE, targets.TO_PHYSICAL]
     patches = cpu_patches("vllm") if current_platform.is_cpu() else None
-    install([*rank.hooks(), *requests], [*relied_on, *(patches.HOOKS if patches else ())])
+    install(hooks, [*relied_on, *(patches.HOOKS if patches else ())])
     if patches:
         patches.patch()
     if settings.folder is not None:

@@ -140,7 +140,7 @@ class RankPlugin(Host):
 
     def _attach_recorder(self, runner: Any, num_layers: int) -> None:
         buffered = self._settings.record == "1"
-        reason = why_unrecorded(self.shuffles, self._settings.shuffle, self._split, captures(runner) and not buffered)
+        reason = why_unrecorded(self.shuffles, self._split, captures(runner) and not buffered)
         buffer = functools.partial(routing_buffer, runner, self._split)
         self._record(reason, num_layers, str(runner.model_config.model), buffer)
 

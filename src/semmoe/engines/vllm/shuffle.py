@@ -121,7 +121,7 @@ class LayerShuffle(TokenRows):
 def new_shuffler(plan: Plan, runner: Any, settings: PluginSettings) -> Shuffler:
     """The shuffler of this rank by a plan."""
     group = runner.vllm_config.parallel_config.data_parallel_rank
-    return Shuffler(settings.served(plan), group, get_tp_group().rank_in_group, settings.shuffle, runner.device)
+    return Shuffler(settings.served(plan), group, get_tp_group().rank_in_group, runner.device)
 
 
 def new_shuffle(plan: Plan, runner: Any, settings: PluginSettings, real: RealRows, slots: Slots) -> LayerShuffle:
