@@ -11,7 +11,8 @@ from typing import Any
 from semmoe.checkpoint.shards import Shard, Tensor, read_shard
 from semmoe.io.files import read_object
 
-SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
 BOOKKEEPING = {".git", ".cache"}  # kept by git and by download tools
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a configuration: experts per layer
@@ -59,14 +60,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_file(path: Path) -> Path:
-    """The path of a model's config.json; raises ValueError if there is none."""
+    """Return the path of a model's config.json; raise ValueError if the file is missing."""
     if not (path / "config.json").is_file():
-        raise ValueError(f"there is no model at {path}: config.json is missing")
+        raise ValueError(f"no model at {path}: config.json is missing")
     return path / "config.json"
 
 
 def config_count(config: dict[str, Any], *names: str) -> int:
-    """The first of these fields that is set; 0 if none is. Raises ValueError if it is not a count."""
+    """Return the first field of `names` that is set, or 0. Raises ValueError if its value is not a count."""
     value = next((config[name] for name in names if config.get(name) is not None), 0)
     if type(value) is not int or value < 0:
         raise ValueError(f"config.json: {names[0]} is {value!r}, not a count")

@@ -29,7 +29,7 @@ PREDICTION = re.compile(r"\b(?:mtp|nextn)\b")  # stacks of layers for multi-toke
 
 @dataclass
 class MoeLayer:
-    """The tensors of one MoE layer that depend on expert numbers, by full name."""
+    """The tensors of a MoE layer that depend on expert numbers, by full name."""
 
     index: int  # index of the decoder layer
     prefix: str  # with the final dot, such as "model.layers.3.mlp."

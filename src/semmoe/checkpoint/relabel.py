@@ -7,9 +7,8 @@ ranks and order 2 0 3 1, new expert 0 is old expert 2, so rank 0 (experts 0 and 
     new name or row   1  3  0  2        experts.2.up_proj.weight -> experts.0.up_proj.weight; gate row 2 -> row 0
 
 Where each expert has its own tensors, their bytes stay in place and their names change in the header and the index.
-Packed tensors and the router's rows are copied in the new order. The values of a hash-routed layer's table are replaced
-by the new numbers. All else is copied without change. Since the router and the experts get the same numbers, the model
-computes the same; only ties between router scores can be broken differently.
+Packed tensors and router rows are copied in the new order; a hash-routed layer's table gets the new numbers. All else
+is copied. Router and experts get the same numbers, so the model computes the same up to ties between router scores.
 """
 
 import hashlib
@@ -143,7 +142,7 @@ def check_relabels(model: Path, num_experts: int) -> None:
 
 
 def orders_of(plan: Plan) -> np.ndarray:
-    """(L, E) int64: the old expert at each position. Raises ValueError if the plan is no renumbering of experts."""
+    """Return the old expert at each position (L, E) int64; raise ValueError if a checkpoint cannot follow the plan."""
     f, physical_map = plan.fingerprint, plan.placement.physical_to_logical_map.astype(np.int64)
     redundant = plan.placement.redundant_experts
     if redundant != 0:
@@ -213,7 +212,7 @@ def _renames(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, str]:
 
 
 def _renumbered(name: str, table: Tensor, order: np.ndarray) -> bytes:
-    """The table (V, K) with new expert numbers; order (E,): the old expert at each of them."""
+    """Return the bytes of table (V, K) with new expert numbers; order (E,): the old expert at each new number."""
     values = table.values()
     check_range(f"{name}: expert id", values, len(order), "experts")
     return np.argsort(order).astype(values.dtype)[values].tobytes()
