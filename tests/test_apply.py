@@ -151,7 +151,7 @@ def test_what_is_there_is_not_overwritten(plan, tmp_path):
 def test_mistakes_are_one_line(plan, deepseek, tmp_path):
     out = tmp_path / "new"
     failed(run(tmp_path / "absent", "--model", MODEL, "--out", out), 2, "no plan")
-    failed(run(plan, "--model", tmp_path / "absent", "--out", out), 2, "there is no directory")
+    failed(run(plan, "--model", tmp_path / "absent", "--out", out), 2, "does not exist")
     for to, name in (("checkpoint", out), ("sglang", tmp_path / "new.json")):
         failed(run(plan, "--model", deepseek, "--to", to, "--out", name), 2, "another model or tokenizer")
     assert run(plan, "--model", MODEL, "--to", "nonsense", "--out", out).exit_code == 2

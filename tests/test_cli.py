@@ -288,7 +288,7 @@ def test_calibrate_writes_links_that_solve_takes(work, tmp_path):
 def test_calibrate_refuses_in_one_line(tmp_path):
     out = tmp_path / "links.json"
     refused(run("calibrate", "tiny", "--ep-size", 1, "--out", out), "--ep-size", "greater than or equal to 2")
-    refused(run("calibrate", tmp_path / "absent", "--ep-size", 2, "--out", out), "there is no directory")
+    refused(run("calibrate", tmp_path / "absent", "--ep-size", 2, "--out", out), "does not exist")
     assert not out.exists()
 
 
@@ -437,9 +437,7 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
         "--set paper.theta has no effect",
     )
     refused(run("solve", work / "trace", "--set", "paper.theta=0.2", "--out", "x"), "--set paper.theta has no effect")
-    refused(
-        run("solve", work / "trace", "--method", "paper", "--load-limit", 1.2, "--out", "x"), "an objective of its own"
-    )
+    refused(run("solve", work / "trace", "--method", "paper", "--load-limit", 1.2, "--out", "x"), "its own objective")
     prompts_only = run("solve", work / "trace", "--attention", "dp", "--set", "predictor.lookback=1", "--out", "x")
     refused(prompts_only, "--set predictor.lookback has no effect")
     redundant = run("solve", work / "trace", "--method", "paper", "--redundant-experts", 4, "--out", "x")
@@ -550,7 +548,7 @@ def test_the_method_of_a_plan_is_shown_and_never_imported(own_package, tmp_path,
         (["solve", "{trace}", "--attention", "dp", "--method", "eplb", "--running", 4, "--out", "p"], ["--running"]),
         (["replay", "{trace}", "--plan", "{plan}", "--running", 4], ["--running has no effect"]),
         (["replay", "{trace}", "--running", -1], ["--running", "greater than or equal to 0"]),
-        (["profile", "absent", "--out", "t"], ["there is no directory absent"]),
+        (["profile", "absent", "--out", "t"], ["absent does not exist"]),
         (["profile", MODEL, "--dataset", "absent.jsonl", "--out", "t"], ["no dataset file"]),
         (["generate", MODEL, "--prompt", ""], ["prompt is empty"]),
         (["generate", MODEL, "--prompt", "x", "--max-new-tokens", 0], ["--max-new-tokens"]),

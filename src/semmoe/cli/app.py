@@ -33,7 +33,7 @@ EXTRAS = {  # the extra that installs a module
     **dict.fromkeys(("matplotlib", "sklearn"), "dev"),
     "prometheus_client": "serve",
 }
-_UsageError: Any = typer.BadParameter.__base__  # typer contains click under a name of its own
+_UsageError: Any = typer.BadParameter.__base__  # typer contains a renamed copy of click
 
 
 class _Group(TyperGroup):
@@ -66,7 +66,7 @@ class _Group(TyperGroup):
             _fail(str(error), 1)
         except KeyboardInterrupt:
             resumes = ctx.invoked_subcommand == "profile"
-            kept = "the same command resumes after what it has recorded" if resumes else "nothing was left half-written"
+            kept = "the same command resumes after the recorded prompts" if resumes else "nothing was left half-written"
             _fail(f"stopped; {kept}", 130)
 
 
@@ -111,9 +111,9 @@ def was_given(ctx: typer.Context, name: str) -> bool:
 
 
 def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:
-    """Raise ValueError if the user gave one of these options: no setting is silently ignored.
+    """Raise ValueError if the user gave one of the options `names`: no setting is silently ignored.
 
-    A name with a point is that of a setting of --set, or begins those of several, such as "paper.".
+    A name with a point is a setting of --set, or the prefix of several settings, such as "paper.".
     """
     given = next((flag for name in names if (flag := _as_given(ctx, name))), None)
     if given is not None:

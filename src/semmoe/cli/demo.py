@@ -55,7 +55,8 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars) -> dict[str, An
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 
     advance = progress.task("loading the model", 1)
-    tokenizer, model, identity = load_tokenizer(str(MODEL)), load_model(str(MODEL)), fingerprint_of(str(MODEL))
+    tokenizer, model = load_tokenizer(str(MODEL)), load_model(str(MODEL))
+    identity = fingerprint_of(str(MODEL))
     profile_ids, prompts = demo_prompts(settings, tokenizer)
     advance(1)
     advance = progress.task(f"profiling {len(profile_ids)} prompts", len(profile_ids))

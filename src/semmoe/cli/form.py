@@ -19,8 +19,7 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 def takes(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a command: options replace each parameter whose type is a dataclass, which is then made from them.
 
-    An option that was not given is None, and its field keeps its default. Fields of several dataclasses that have the
-    same name share one option.
+    An option that was not given is None, and its field keeps its default. Fields of the same name share one option.
     """
     signature = inspect.signature(command, eval_str=True)
     kinds = {name: one.annotation for name, one in signature.parameters.items() if is_dataclass(one.annotation)}
@@ -94,7 +93,7 @@ def with_changes(settings: Any, changes: list[str]) -> Any:
         name, _, text = change.partition("=")
         known = _numbers_and_choices(settings)
         if name not in known:
-            raise ValueError(f"there is no setting {name}: --set takes {', '.join(known)}")
+            raise ValueError(f"semmoe has no setting {name}: --set takes {', '.join(known)}")
         settings = _changed(settings, name, text)
     return settings
 

@@ -74,7 +74,7 @@ class ForecastOptions(options.LinksOptions, RunningSettings):
         "fast.",
     )
     hidden_size: int | None = width(help="Width of the model, if the trace does not say.")
-    expert_size: int | None = width(help="Width of one expert, if the trace does not say.")
+    expert_size: int | None = width(help="Width of an expert, if the trace does not say.")
 
     def layer_shape(self, f: Fingerprint) -> LayerShape | None:
         """The shape of a layer from the trace and the given widths; None if a width is unknown.
@@ -182,7 +182,7 @@ def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tu
     from semmoe.plan import load_plan
 
     if begin is None:
-        refuse_given(ctx, ["cocluster.move_cost"], "there is no plan to begin from: give --from")
+        refuse_given(ctx, ["cocluster.move_cost"], "experts move only from a previous plan: give --from")
         return None, solving
     previous = load_plan(begin)
     if was_given(ctx, "redundant_experts"):
@@ -237,7 +237,7 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
         if topology.attn_tp_size == 1:
             refuse_given(ctx, ["predictor.", "model"], "with attention dp semmoe reads prompts only")
     if "semmoe" not in methods:
-        refuse_given(ctx, ["load_limit", "phase", "cocluster."], f"{names} has an objective of its own")
+        refuse_given(ctx, ["load_limit", "phase", "cocluster."], f"{names} has its own objective")
         refuse_given(ctx, EFFORT, f"{names} does not search as semmoe does")
     if topology.num_nodes == 1:
         refuse_given(ctx, ["cocluster.remote_node"], "all ranks are on one node")

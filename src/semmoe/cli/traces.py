@@ -52,7 +52,7 @@ def stop(
     """
     ended = end(folder, out, settings.timeout)
     if ended.gone:
-        console.warn(f"{name_ranks(ended.gone)} recorded and no longer responds: what was not on disk is lost")
+        console.warn(f"{name_ranks(ended.gone)} recorded and no longer responds: rows not on disk are lost")
     left_out = f"; {ended.unfinished:,} unfinished requests are left out" if ended.unfinished else ""
     row = {**asdict(ended.merged), "unfinished": ended.unfinished, "run": ended.run}
     console.tell(as_json, row, str(ended.merged) + left_out)
@@ -60,7 +60,7 @@ def stop(
 
 @record_app.command()
 def status(folder: FolderArgument, as_json: options.Json = False) -> None:
-    """Show what each rank of a server records, what it could not record, and the cost.
+    """Show each rank's recording: its state, the requests recorded and left out, and the cost.
 
     Example: `semmoe record status FOLDER`
     """
@@ -112,7 +112,7 @@ def info(trace: options.TraceArgument, as_json: options.Json = False) -> None:
         ["layers x experts, experts of a token", f"{found['num_layers']} x {found['num_experts']}, {found['top_k']}"],
         ["requests", f"{found['requests']:,}"],
         ["routed tokens", f"{found['tokens']:,}"],
-        ["of them decoded", f"{found['decode_tokens']:,}"],
+        ["decoded tokens", f"{found['decode_tokens']:,}"],
         ["left out: an expert twice", f"{found['left_out_tokens']:,}"],
         ["with another token's experts", f"{found['identical_tokens']:,}"],
         ["prompt tokens", f"{found['prompt_tokens']:,}"],
@@ -129,7 +129,7 @@ def merge(
     out: options.TraceOut,
     as_json: options.Json = False,
 ) -> None:
-    """Join traces of one model, such as those that the nodes of a server recorded, shard by shard.
+    """Join traces of the same model, such as the recordings of a server's nodes, shard by shard.
 
     Example: `semmoe trace merge node-0 node-1 --out trace`
     """

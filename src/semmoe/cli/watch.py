@@ -30,7 +30,7 @@ def watch(
     *,
     url: options.UrlArgument,
     plan: Annotated[
-        Path | None, options.inputs("The plan that it serves on: figures are compared with what it expects.")
+        Path | None, options.inputs("The plan that the server runs on: figures are compared with its predictions.")
     ] = None,
     also: Annotated[
         list[str] | None, options.inputs("URLs at which its other nodes publish the counters of their ranks.")
