@@ -413,7 +413,7 @@ def test_a_damaged_or_missing_file_is_named(tmp_path):
     (path / "plan.json").write_text("{")
     with pytest.raises(ValueError, match=r"plan\.json is not valid"):
         load_plan(path)
-    with pytest.raises(ValueError, match="there is no plan at"):
+    with pytest.raises(ValueError, match="no plan at"):
         load_plan(tmp_path / "absent")
 
 

@@ -3,11 +3,11 @@
 Shape legend, one meaning per letter everywhere:
     T  routed tokens (rows of a trace)     R  requests
     L  MoE layers                          V  token ids in the tables (vocabulary size)
-    K  experts chosen per token            B  tokens of one batch, all ranks together
+    K  experts chosen per token            B  tokens of a batch, all ranks together
     E  logical experts of a layer          G  expert-parallel ranks (`ep_size`)
     P  physical experts (copies counted)   D  attention-DP groups (`dp_size`)
-    X  most copies of one expert           S  ranks inside an attention-DP group (`attn_tp_size`), G = D * S
-    N  tokens or rows of one call, n those of one rank; other letters are explained where they stand
+    X  most copies of an expert            S  ranks inside an attention-DP group (`attn_tp_size`), G = D * S
+    N  tokens or rows of a call, n those of a rank; other letters are explained where they stand
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Placement(Checked):
         """(L, E, X) int32: the physical ids of each expert's copies, padded with -1."""
         (layers, physical), copies = self.physical_to_logical_map.shape, self.logical_replica_count
         most = int(copies.max())
-        check_table("layers x experts x most copies of one", layers, self.num_experts, most)
+        check_table("layers x experts x most copies", layers, self.num_experts, most)
         order = np.argsort(self.physical_to_logical_map, axis=1, kind="stable")  # by expert
         experts = np.take_along_axis(self.physical_to_logical_map, order, axis=1)
         first = np.cumsum(copies, axis=1) - copies  # where each expert's copies begin
@@ -196,10 +196,10 @@ class Placement(Checked):
 
 
 class Evidence(Protocol):
-    """What a token policy predicts for all tokens of a trace at one layer."""
+    """A token policy's predictions for all tokens of a trace at one layer."""
 
     def slices(self, rows: np.ndarray, num_slices: int) -> np.ndarray:
-        """(B,) the slice of each token in `rows` (B,), the tokens of one batch and group; slices are equal."""
+        """Return the slice (B,) of each token in `rows` (B,), a group's tokens in a batch; slices have equal sizes."""
 
     def expected_local(self, rows: np.ndarray, slices: np.ndarray) -> float:
         """Number of local (token, expert) pairs that the policy expects if tokens `rows` (B,) go to `slices` (B,)."""
@@ -235,12 +235,12 @@ class RequestPolicy(Policy, Protocol):
 NEVER = 1 << 31  # more rows than a pass can have
 
 # where a table row comes from: the prior, the token's own counts, a neighbour's counts
-PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2
+PRIOR, PROFILED, NEIGHBOUR = range(3)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Checked):
-    """What a method decides offline and an engine reads: placement, token policy and request policy."""
+    """A method's offline decisions, which an engine reads: placement, token policy and request policy."""
 
     topology: Topology
     placement: Placement

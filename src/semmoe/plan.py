@@ -84,7 +84,7 @@ def load_plan(path: Path | str) -> Plan:
     """Read and validate a plan directory. Every shape and index is checked, since plans may come from elsewhere."""
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"there is no plan at {path}")
+        raise ValueError(f"no plan at {path}")
     _check_version(path)
     header = load_json(path / "plan.json", PlanHeader)
     try:
@@ -107,7 +107,7 @@ def _check_version(path: Path) -> None:
     try:
         version = read_object(path / "plan.json")["schema_version"]
     except (OSError, ValueError, KeyError):
-        return  # load_json says what is wrong
+        return  # load_json names the fault
     if version != SCHEMA:
         raise ValueError(
             f"{path} has schema version {version}, and this semmoe reads {SCHEMA}: make it again with `semmoe solve`"

@@ -26,7 +26,7 @@ class PaperSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class CoclusterSettings(Checked):
-    """Objective and effort of semmoe's placement. Weights are in units of one (token, expert) pair on its own rank."""
+    """Objective and effort of semmoe's placement. Weights are in units of a (token, expert) pair on its own rank."""
 
     activation: float = number(1.0, 0, 1e6)  # gain from a (token, expert) pair on the token's own rank
     remote_rank: float = number(1.0, 0, 1e6)  # cost of a row sent to another rank
@@ -36,10 +36,10 @@ class CoclusterSettings(Checked):
     # highest price of a rank's load above the cap, per unit of mean load, at the default costs on one node
     load_price: float = number(5.0, 0, 1e6)
     starts: int = number(6, 1, 1000)  # rough searches of a layer
-    kept: int = number(2, 1, 1000)  # of which so many go on at each price of load
-    rounds: int = number(4, 1, 1000)  # of a search; in each the prices of homes are settled anew
+    kept: int = number(2, 1, 1000)  # searches that continue at each price of load
+    rounds: int = number(4, 1, 1000)  # of a search; each recomputes the prices of homes
     steps: int = number(100, 1, 100_000)  # most moves of a round
-    patience: int = number(10, 1, 100_000)  # a round ends after so many moves without a better layout
+    patience: int = number(10, 1, 100_000)  # a round ends after this many moves without a better layout
     price_steps: int = number(4, 0, 1000)
     load_limit: float | None = number(  # expert load, max/mean over ranks in a batch, mean over layers; None: no limit
         1.15,
@@ -53,11 +53,11 @@ class CoclusterSettings(Checked):
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
     # seconds of a solve after which no further search of a layer begins; the plan then depends on the machine's speed
     budget: float | None = number(
-        None, 0, 7 * 86_400, help="semmoe: the best plan found within these seconds; half of them are for the estimate."
+        None, 0, 7 * 86_400, help="semmoe: return the best plan found in this many seconds; the estimate takes half."
     )
 
 
-# Effort of the search other than the default's; docs/measurements.md has what they cost and gain.
+# Alternatives to the default search effort; docs/measurements.md lists their cost and gain.
 QUICK = {"starts": 1, "kept": 1, "rounds": 2}
 THOROUGH = {"starts": 12, "kept": 4}
 
@@ -196,8 +196,8 @@ class SwapSettings(Checked):
 @dataclass(frozen=True, kw_only=True)
 class AdaptSettings(Checked):
     window: float = number(60.0, 1, 86_400, help="Seconds over which a local activation rate is measured.")
-    margin: float = number(0.02, 0, 1, help="How far it may fall below what is expected.")
-    schedule: float = number(0.0, 0, 1e8, help="Also solve after so many seconds without one; 0: only on drift.")
+    margin: float = number(0.02, 0, 1, help="Solve if the measured rate is more than this below the expected rate.")
+    schedule: float = number(0.0, 0, 1e8, help="Also solve after this many seconds without a solve; 0: only on drift.")
     requests: int = number(500, 70, 1_000_000, help="Requests to record.")
     record_timeout: float = number(600.0, 1, 86_400, help="Stop recording after this many seconds.")
     min_gain: float = number(0.05, 0, 1, help="Least share of its gain by which a new plan must be better.")

@@ -135,7 +135,7 @@ def solve_methods(
 ) -> tuple[dict[str, Plan], dict[str, float]]:
     """A plan by `linear`, the baseline, and by each of `methods`; and the seconds that each took.
 
-    settings: used for all of them; its method is replaced by each one's. costs: see `solve`.
+    settings: used for every method; its own method is replaced. costs: see `solve`.
     """
     plans, seconds = {}, {}
     for method in dict.fromkeys(["linear", *methods]):

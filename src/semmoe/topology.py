@@ -1,4 +1,4 @@
-"""What a plan is made for: how ranks share the work, and which model and tokenizer they run."""
+"""The setting that a plan is made for: how ranks share the work, and which model and tokenizer they run."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Fingerprint(Checked):
     top_k: int = number(..., 1, MOST_EXPERTS)
     num_groups: int = number(1, 1, MOST_EXPERTS)  # group-limited gating (DeepSeek's n_group)
     hidden_size: int = number(0, 0, 1 << 24)  # 0: not known
-    expert_size: int = number(0, 0, 1 << 24)  # width of one expert's feed-forward network; 0: not known
+    expert_size: int = number(0, 0, 1 << 24)  # width of an expert's feed-forward network; 0: not known
 
     def __post_init__(self) -> None:
         super().__post_init__()
