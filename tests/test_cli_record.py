@@ -234,8 +234,8 @@ def test_settings_out_of_range_are_refused(folder, options, words):
 
 
 def test_mistakes_end_in_one_line(folder, tmp_path):
-    refused(run("start", tmp_path / "nowhere"), "there is no folder")
-    refused(run("status", tmp_path / "nowhere"), "there is no folder")
+    refused(run("start", tmp_path / "nowhere"), "does not exist")
+    refused(run("status", tmp_path / "nowhere"), "does not exist")
     refused(run("stop", folder), "control.json is missing")
     assert "no server has used this folder" in run("start", folder).stderr
     refused(run("start", folder), "is on: stop it first")

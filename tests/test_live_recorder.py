@@ -502,7 +502,7 @@ def test_a_folder_or_link_of_somebody_else_is_refused(tmp_path, monkeypatch):
         check_folder(tmp_path / "link")
     with pytest.raises(ValueError, match="belongs to user"):
         check_folder(tmp_path / "control")
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(ValueError, match="does not exist"):
         check_folder(tmp_path / "nowhere")
 
 

@@ -170,7 +170,7 @@ def test_models_that_sglang_cannot_serve_on_a_plan_are_refused_before_loading(
 def test_settings_from_the_environment():
     settings = PluginSettings(plan="p", shuffle="off", control="c")
     assert from_environment(PluginSettings, {**settings.environment(), "PATH": "x"}) == settings
-    with pytest.raises(ValueError, match="SEMMOE_PLANN is no setting"):
+    with pytest.raises(ValueError, match="SEMMOE_PLANN is not a setting"):
         from_environment(PluginSettings, {"SEMMOE_PLANN": "p"})
     with pytest.raises(ValueError, match="SEMMOE_SHUFFLE"):
         from_environment(PluginSettings, {"SEMMOE_SHUFFLE": "sometimes"})

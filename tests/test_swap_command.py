@@ -53,8 +53,8 @@ def test_a_plan_is_staged_for_the_ranks_of_a_node(folder):
         (("swap", NOWHERE, "--plan", "new", "--control", "control"), "gives no metrics"),
         (("swap", "ftp://x", "--plan", "new", "--control", "control"), "is not the address of a server"),
         (("swap", NOWHERE, "--plan", "none", "--control", "control"), "no plan at"),
-        (("swap", NOWHERE, "--plan", "new", "--control", "nowhere"), "there is no folder"),
-        (("adapt", NOWHERE, "--control", "nowhere"), "there is no folder"),
+        (("swap", NOWHERE, "--plan", "new", "--control", "nowhere"), "does not exist"),
+        (("adapt", NOWHERE, "--control", "nowhere"), "does not exist"),
         (("adapt", NOWHERE, "--control", "control"), "gives no metrics"),
     ],
 )

@@ -302,7 +302,7 @@ def test_settings_of_vllm():
         from_environment(VllmSettings, {"SEMMOE_SEQUENCE_PARALLEL": "yes"})
     with pytest.raises(ValueError, match="SEMMOE_RECORD must be"):
         from_environment(VllmSettings, {"SEMMOE_RECORD": "yes"})
-    with pytest.raises(ValueError, match="SEMMOE_FUSED is no setting"):
+    with pytest.raises(ValueError, match="SEMMOE_FUSED is not a setting"):
         from_environment(VllmSettings, {"SEMMOE_FUSED": "1"})
 
 

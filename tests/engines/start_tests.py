@@ -95,7 +95,7 @@ class StartTests:
         program = f"from semmoe.engines.{self.ENGINE}.plugin import register; register()"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert done.returncode == 2
-        assert "SEMMOE_PLANN is no setting" in done.stderr.splitlines()[-1]
+        assert "SEMMOE_PLANN is not a setting" in done.stderr.splitlines()[-1]
 
     def test_a_folder_in_use_is_left_alone(self, tmp_path):
         """Not even a dry run touches what a running server has there."""

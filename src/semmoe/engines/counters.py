@@ -60,7 +60,7 @@ class Sample(BaseModel):
 
 
 class Activity(BaseModel):
-    """`activity-*.json`: all counters of one process."""
+    """`activity-*.json`: all counters of a process."""
 
     model_config = ConfigDict(extra="forbid")
     schema_version: int = 1
@@ -69,7 +69,7 @@ class Activity(BaseModel):
 
 
 class Counters:
-    """The counters of one process; `start` publishes them every second from a thread of its own.
+    """The counters of a process; `start` publishes them every second from its own thread.
 
     `add` counts at once. Totals that are counted in tensors are read by `sources` when counters are published, so that
     the engine never waits for them.

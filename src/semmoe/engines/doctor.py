@@ -49,7 +49,7 @@ def versions() -> dict[str, str | None]:
 
 
 def examine(engine: str, version: str | None, needed: bool) -> EngineState:
-    """Resolve the hooks of an engine's adaptor on what is installed. `needed`: the user asked for this engine."""
+    """Resolve an adaptor's hooks on the installed engine. `needed`: the user asked for this engine."""
     if version is None:
         problems = [f"{engine} is not installed"] * needed
         return EngineState(engine=engine, version=None, note="not installed", problems=problems)

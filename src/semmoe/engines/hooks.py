@@ -25,7 +25,7 @@ Replacement: TypeAlias = tuple[Hook, Callable[..., Any]]
 
 
 def problem(hook: Hook) -> str | None:
-    """None if `hook` resolves on the installed version, else one line naming what is missing. Imports the engine."""
+    """Return None if `hook` resolves on the installed engine, else one line naming the missing part. Imports it."""
     try:
         target = pkgutil.resolve_name(hook.target)
         missing = _missing(target, hook.parameters)

@@ -29,10 +29,10 @@ def command_line(values: dict[str, Any]) -> list[str]:
 
 
 def join(values: dict[str, Any], given: list[str], decided: Set[str], command: str) -> list[str]:
-    """Options for `values`, and the user's options `given`, which replace ours.
+    """Return options for `values`, and the user's options `given`, which replace ours.
 
-    decided: options that the plan determines; ValueError is raised if the user gives one of them. command: what users
-    can run themselves instead.
+    decided: options that the plan determines. command: named in the message, for users to run themselves. Raises
+    ValueError if the user gives an option of `decided`.
     """
     own = {word.split("=")[0] for word in given}
     clash = sorted(own & decided)

@@ -131,7 +131,7 @@ class TokenRows:
         self._shuffler.reserve(self._nobody + 1)
 
     def readings(self, labels: Mapping[str, str]) -> Iterator[Reading]:
-        """Yield the number of passes that were shuffled, and of those that were not."""
+        """Yield the numbers of shuffled and of contiguous passes."""
         for slices, count in list(self.passes.items()):
             yield "passes", {**labels, "slices": slices}, count
 

@@ -29,7 +29,7 @@ def make_private(folder: Path) -> None:
 def check_folder(folder: Path) -> None:
     """Raise ValueError unless `folder` is a directory of this user that no other user can write to."""
     if not os.path.lexists(folder):
-        raise ValueError(f"there is no folder {folder}")
+        raise ValueError(f"{folder} does not exist")
     link = os.lstat(folder)
     if stat.S_ISLNK(link.st_mode) and link.st_uid != os.geteuid():
         raise ValueError(f"{folder} is a symbolic link of another user: it is not followed")

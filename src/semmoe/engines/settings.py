@@ -33,7 +33,7 @@ class PluginSettings:
         check_switch("RECORD", self.record)
 
     def served(self, plan: Plan) -> Plan:
-        """Return the plan as it is served: with `shuffle_from` of these settings, if that is given."""
+        """Return the plan that is served: `plan`, with `shuffle_from` replaced if the settings give it."""
         return replace(plan, shuffle_from=int(self.shuffle_from)) if self.shuffle_from else plan
 
     def shuffles(self, plan: Plan) -> bool:
@@ -77,5 +77,5 @@ def from_environment(kind: type[Settings], environment: Mapping[str, str] = os.e
     known = set(kind.__dataclass_fields__)
     unknown = sorted(set(given) - known)
     if unknown:
-        raise ValueError(f"{PREFIX}{unknown[0].upper()} is no setting; the settings are {', '.join(sorted(known))}")
+        raise ValueError(f"{PREFIX}{unknown[0].upper()} is not a setting; the settings are {', '.join(sorted(known))}")
     return kind(**given)

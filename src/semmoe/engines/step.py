@@ -1,4 +1,4 @@
-"""The tokens of one forward pass, in the form that the parts of a plug-in use."""
+"""The tokens of a forward pass, in the form that the parts of a plug-in use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

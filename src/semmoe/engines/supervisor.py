@@ -51,7 +51,7 @@ def run(words: list[str], environment: dict[str, str]) -> int:
 
 
 def _as_child(parent: int) -> None:
-    """In the child: make a process group of its own, and end when the parent ends for any reason."""
+    """In the child: create its own process group, and end when the parent ends for any reason."""
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

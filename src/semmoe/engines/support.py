@@ -2,7 +2,7 @@
 
 `semmoe doctor` and `semmoe serve` decide by it before anything loads, from a model's configuration and the engine's
 options only, and the documentation prints it. A cell has one of three states: a test shows that it works; it should
-work by the engine's source but was never run; or it is refused. What is not in the table is refused.
+work by the engine's source but was never run; or it is refused. All else is refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class State(str, Enum):
 
 class Cell(NamedTuple):
     state: State
-    note: str  # the test, what was read, or why it is refused and what to do instead
+    note: str  # the test, the source that was read, or the reason for the refusal and the alternative
 
 
 Family = Mapping[str, Cell]  # by part
@@ -133,7 +133,7 @@ QUANTISATION = {
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What is to be served: everything that look-ups in the table need."""
+    """A model and the way that it is served: everything that look-ups in the table need."""
 
     engine: str
     config: Mapping[str, Any]  # the model's config.json

@@ -20,7 +20,7 @@ MOST_PAIRED = 64  # nodes whose pairs are published: 4,096 series per counter
 
 @dataclass(frozen=True, kw_only=True)
 class RankTraffic:
-    """How the traffic of one rank is published."""
+    """Publishes the traffic of a rank."""
 
     rank: int
     topology: Topology

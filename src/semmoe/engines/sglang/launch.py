@@ -43,7 +43,7 @@ PLACED = {"--enable-eplb", "--ep-dispatch-algorithm"}  # options that a plan als
 
 
 def on_cpu() -> bool:
-    """Whether SGLang is to run on the CPU, because it is told to or there is no other device."""
+    """Whether SGLang runs on the CPU: by SGLANG_USE_CPU_ENGINE, or for lack of another device."""
     import torch
 
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not torch.accelerator.is_available()

@@ -51,7 +51,7 @@ class LiveExperts:
         """Make SGLang's maps, the copy choice, the shuffler and the buffer; see `Experts`."""
         parallel, now = get_parallel(), get_resources().expert_location_metadata
         if dist.get_world_size() != parallel.moe_ep_size:
-            raise ValueError("experts move among all of SGLang's ranks, and here only some of them hold experts")
+            raise ValueError("experts move among all of SGLang's ranks, but here only some ranks hold experts")
         placed = now.physical_to_logical_map_cpu.clone()
         placed[self._layers] = torch.from_numpy(plan.placement.physical_to_logical_map).to(placed)
         self._location = ExpertLocationMetadata.init_by_mapping(self._config, placed, moe_ep_rank=parallel.moe_ep_rank)
@@ -69,7 +69,7 @@ class LiveExperts:
         return list(named.values())
 
     def move(self, layer: int, old: np.ndarray, new: np.ndarray) -> None:
-        """By SGLang's exchange of one layer, over its default process group."""
+        """Move a layer's experts by SGLang's own exchange, over its default process group."""
         parallel, weights = get_parallel(), self.weights(layer)
         update_expert_weights_single_layer(
             routed_experts_weights=list(weights), temp_buffers=self._buffer, old_physical_to_logical_map=old.tolist(),
@@ -114,7 +114,7 @@ class Orders:
 
     def _check_number(self, key: str, value: Any) -> None:
         if not (isinstance(value, int) and 0 < value <= MOST_NUMBER):
-            raise UpdateRejected(f"{value} is no plan's number")
+            raise UpdateRejected(f"{value} is not a plan's number")
 
     def _check(self, key: str, value: Any) -> None:
         self._check_number(key, value)

@@ -54,9 +54,9 @@ class ChosenCopies:
         self._by_token = plan.placement.copy_choice != "static"
 
     def prepare(self, plan: Plan, captured: bool) -> None:
-        """Make the tables of another plan. captured: whether graphs hold the addresses of today's.
+        """Prepare the tables of another plan. captured: whether graphs hold the addresses of the current tables.
 
-        Raises ValueError if they cannot take the place of these.
+        Raises ValueError if the new tables cannot replace the current ones.
         """
         if self._chosen is None:
             return
@@ -68,7 +68,7 @@ class ChosenCopies:
         self._next_by_token = plan.placement.copy_choice != "static"
 
     def commit(self, layers: Sequence[int]) -> None:
-        """Install what was prepared for these of the model's decoder layers."""
+        """Install the prepared tables of the decoder layers `layers`."""
         for layer in layers if self._chosen is not None else ():
             self._install(layer, self._next[layer])
             self._by_token |= self._next_by_token

@@ -58,7 +58,7 @@ def running_topology(num_nodes: int) -> Topology:
 
 
 def most_rows() -> int:
-    """Rows of the largest pass, without padding; 0 if there is no limit."""
+    """Return the rows of the largest pass, without padding; 0 if unlimited."""
     schedule = get_schedule()
     prompts, requests = schedule.chunked_prefill_size or 0, schedule.max_running_requests or MOST_REQUESTS
     return prompts + requests if prompts > 0 else 0

@@ -131,7 +131,7 @@ class RankPlugin(Host):
         return out
 
     def _step_swap(self) -> None:
-        """Between two passes, on all ranks alike. After a failure nothing may be served: SGLang ends with an error."""
+        """Step the swap between two passes, on every rank; after a failure SGLang ends and serves no request."""
         try:
             self.swapper.step()
         except SwapError as error:
@@ -144,7 +144,7 @@ class RankPlugin(Host):
         return original(block, hidden_states, topk_output, *args, **kwargs)
 
     def _see(self, layer: int, topk_output: Any) -> None:
-        """Observe the routing of one of the model's expert layers; those of a draft model are not the plan's."""
+        """Observe the routing of a layer with experts; the layers of a draft model are not the plan's."""
         self._check.ran("experts")
         ids, weights = getattr(topk_output, "topk_ids", None), getattr(topk_output, "topk_weights", None)
         if ids is None:

@@ -28,7 +28,7 @@ class RequestHook(RequestNamer):
         self._ages = Ages()
 
     def dispatch(self, original: Any, controller: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wraps the controller's dispatch of one request."""
+        """Wrap the controller's dispatch of a request."""
         from sglang.srt.managers.utils import is_health_check_generate_req
 
         if not is_health_check_generate_req(req):
@@ -38,7 +38,7 @@ class RequestHook(RequestNamer):
         return original(controller, req, *args, **kwargs)
 
     def told(self, original: Any, controller: Any, message: Any) -> Any:
-        """Wraps the controller's passing on of a control message, which may tell it to follow another plan."""
+        """Wrap the controller's forwarding of a control message, which may ask for another plan."""
         number = getattr(message, "server_args", {}).get(REQUESTS) if self._folder is not None else None
         if number is not None:
             threading.Thread(target=self._prepare, args=(number,), name="semmoe-swap", daemon=True).start()

@@ -20,7 +20,7 @@ from semmoe.runtime.shuffler import Shuffler
 
 
 class BoundaryShuffle(TokenRows):
-    """The hooks of one rank. `begin` and `end` enclose a forward pass.
+    """The hooks of a rank. `begin` and `end` enclose a forward pass.
 
     All padded rows are shuffled: each rank's slice is as long as SGLang's own, with its tokens first. In a pass that is
     not shuffled SGLang's own code runs, whose slices are contiguous.

@@ -6,7 +6,7 @@ import numpy as np
 
 from semmoe.engines.step import Step
 
-NOBODY = 0  # SGLang gives this slot to no request
+RESERVED_SLOT = 0  # SGLang gives this slot to no request
 
 
 def read_step(batch: Any) -> Step:
@@ -45,7 +45,7 @@ def _guesses(batch: Any, tokens: int) -> Step:
         token_ids=_host(batch.input_ids, tokens),
         positions=_host(batch.positions, tokens),
         rows=np.zeros(tokens, np.int64),
-        slots=np.array([NOBODY] * min(tokens, 1), np.int64),
+        slots=np.array([RESERVED_SLOT] * min(tokens, 1), np.int64),
         requests=[],
         decoding=np.zeros(tokens, bool),
         guesses=True,

@@ -38,7 +38,7 @@ class Batch:
         return len(new) >= self.max_new_tokens or (bool(new) and new[-1] in self.eos_ids)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids of the next forward (B, S) and which of them are real (B, S): not padding, not finished."""
+        """Return the next forward's token ids (B, S) and mask of real tokens (B, S): not padding, not finished."""
         if self.cache is None:
             return self._padded
         ids = torch.tensor([new[-1:] for new in self.generated])
@@ -64,7 +64,8 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
 
     `before` is called with (ids, real), both (B, S), and whether this is the prefill.
     """
-    device, started, prefill = model.device, time.perf_counter(), batch.cache is None
+    device, prefill = model.device, batch.cache is None
+    started = time.perf_counter()
     ids, real = batch.inputs()
     before(ids, real, prefill)
     mask = batch.attention_mask()
@@ -93,7 +94,7 @@ def cache_name(kind: type[PreTrainedModel]) -> str:
 
 
 def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, model: PreTrainedModel) -> Iterator[Batch]:
-    """Batches of at most `size` requests in order; of one length where padding would change what the model computes."""
+    """Yield batches of at most `size` requests in order; of equal lengths where padding would change the results."""
     eos = model.generation_config.eos_token_id
     ends = frozenset(eos if isinstance(eos, list) else [eos] if eos is not None else [])
     runs = [prompts] if takes_padding(model.config) else [list(run) for _, run in groupby(prompts, len)]

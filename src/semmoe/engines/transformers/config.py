@@ -12,7 +12,7 @@ from semmoe.engines.transformers.tokenizer import LOCAL_AND_INERT, digest, load_
 from semmoe.io.files import read_object
 from semmoe.topology import Fingerprint
 
-# Configuration fields that affect routing; a plan is refused if any of them differs.
+# Configuration fields that affect routing; a plan is refused if any field differs.
 ARCHITECTURE_FIELDS = (
     "model_type",
     "vocab_size",
@@ -99,7 +99,7 @@ def num_experts(config: PreTrainedConfig) -> int:
 
 
 def expert_size(config: PreTrainedConfig) -> int:
-    """Width of one expert's feed-forward network; 0 if the configuration does not say."""
+    """Width of an expert's feed-forward network; 0 if the configuration does not say."""
     return _size(config, "moe_intermediate_size", "intermediate_size", default=0)
 
 

@@ -51,7 +51,7 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateResult:
-    """What a configuration generated and what it cost, over all ranks and layers."""
+    """The outputs of a configuration and their cost, over all ranks and layers."""
 
     name: str
     outputs: list[list[int]]  # new token ids of each request, in the order of the prompts
@@ -107,7 +107,7 @@ def generate(
     """
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
     if len(sizes) != 1:
-        raise ValueError(f"configurations of one run must have one ep_size, not {sorted(sizes)}")
+        raise ValueError(f"configurations of a run must have the same ep_size, not {sorted(sizes)}")
     config = read_config(Path(model_path))
     for problem in (line for set_up in set_ups for line in embedded_problems(config, set_up.plan.topology)):
         raise ValueError(problem)

@@ -28,7 +28,7 @@ EXCHANGES = ("all-to-all", "all-reduce")
 
 
 class LocalExperts:
-    """This rank's experts of one layer: the model's own experts module, cut to the experts held by this rank."""
+    """This rank's experts of a layer: the model's own experts module, cut to the experts held by this rank."""
 
     def __init__(self, experts: nn.Module, held: np.ndarray) -> None:
         """held: (P / G,) logical ids of this rank's physical experts, in slot order."""

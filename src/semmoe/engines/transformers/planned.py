@@ -1,7 +1,7 @@
 """A Hugging Face model whose decoder layers run on a plan: the parts that all implementations share.
 
 Every decoder layer runs: attention (sharded by heads inside an attention group) -> shuffled reduce-scatter -> MoE on
-this rank's rows, experts reached by all-to-all -> shuffled all-gather of the residual stream. In a group of one rank
+this rank's rows, experts reached by all-to-all -> shuffled all-gather of the residual stream. If groups have one rank
 (attention-DP) both collectives at the ends are omitted.
 """
 
@@ -71,7 +71,7 @@ class PlannedModel(ABC):
         """Take part in one MoE layer's all-to-all without tokens of this rank."""
 
     def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
-        """Announce a forward: the batch's token ids and which of them are real, both (B, S)."""
+        """Announce a forward: the batch's token ids and the mask of real tokens, both (B, S)."""
         self._real_rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
         if prefill or len(ids) != len(self._lengths):
             self._lengths = np.zeros(len(ids), np.int64)

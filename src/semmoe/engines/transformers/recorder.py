@@ -23,7 +23,7 @@ from semmoe.traces.trace import TraceHeader, TraceWriter, open_trace
 
 
 class RoutingRecorder(ExitStack):
-    """Collects the routing of one forward pass at a time; a context manager that detaches its hooks at the end."""
+    """Collects routing, one forward pass at a time; a context manager that detaches its hooks at the end."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

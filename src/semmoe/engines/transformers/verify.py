@@ -70,7 +70,7 @@ def compare_outputs(
 def _smallest_margin(model, prompt, reference: list[int], output: list[int]) -> float:
     """The reference's smallest margin, of the arg-max or of a router, at the position where `output` first differs.
 
-    Routers at earlier positions are not considered: over a long prompt one of them is nearly always close to a tie, so
+    Routers at earlier positions are not considered: over a long prompt some router is nearly always close to a tie, so
     that every fault would be accepted.
     """
     common = next((i for i, (a, b) in enumerate(zip(reference, output, strict=False)) if a != b), 0)

@@ -24,11 +24,11 @@ DECIDED = {
 }
 # All-to-alls that send every row to every rank, whatever its experts; vLLM replaces the last two by the first.
 GATHERS = {"allgather_reducescatter", "naive", "pplx"}
-SENDS = "deepep_high_throughput"  # for prompts and decoding alike; the low-latency one takes few tokens at a time
+SENDS = "deepep_high_throughput"  # for both prompts and decoding; the low-latency backend takes few tokens at a time
 A2A = "--all2all-backend"
 # Passes over prompts are read on the host, so that only those that decode can be captured, and nothing is compiled.
 DECODE_GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
-# Options with which tokens are not shuffled in CUDA graphs, or the user says what is captured.
+# Options with which tokens are not shuffled in CUDA graphs, or users set the passes that are captured.
 OWN_GRAPHS = {"--enforce-eager", "--compilation-config", "-cc", "-O", "--cudagraph-mode"}
 RETURNS = "--enable-return-routed-experts"
 NOT_RETURNED = f"vLLM would return other tokens' experts where plans split tokens: omit {RETURNS}, or use attention dp"
@@ -158,7 +158,7 @@ def _names(options: list[str]) -> set[str]:
 
 
 def gathers(backend: str) -> str:
-    """A warning on what is lost with a backend that gathers all rows."""
+    """Return a warning about the bytes that a backend which gathers all rows does not save."""
     return f"{A2A} {backend} sends every row to every rank: a plan balances experts' load, and saves no dispatch byte"
 
 

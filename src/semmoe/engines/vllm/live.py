@@ -77,7 +77,7 @@ class LiveExperts:
 
 
 def offer(rank: Any, folder: Path) -> None:
-    """Give vLLM's workers the methods that the endpoint calls on all of them; rank: the plug-in of this process."""
+    """Give vLLM's workers the methods that the endpoint calls on all workers; rank: the plug-in of this process."""
     add(targets.WORKER, targets.ARM, lambda worker, number, layers: rank.swapper.arm(number, layers))
     add(targets.WORKER, targets.READY, lambda worker: rank.swapper.ready)
     add(targets.WORKER, targets.STATE, lambda worker: rank.swapper.status.model_dump())

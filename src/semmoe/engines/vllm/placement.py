@@ -72,7 +72,7 @@ class PlacedExperts:
         return done if return_success else None
 
     def load_unpacked(self, original: Callable[..., Any], experts: Any, *args: Any, **named: Any) -> Any:
-        """Wraps gpt-oss's loader of one expert, which passes unknown tensors on to the general loader."""
+        """Wraps gpt-oss's loader of an expert, which passes unknown tensors on to the general loader."""
         call = inspect.signature(original).bind(experts, *args, **named).arguments
         if str(call["shard_id"]).startswith("gpt_oss"):
             return self.load(original, *call.values())

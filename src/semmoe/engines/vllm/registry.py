@@ -1,4 +1,4 @@
-"""Install hooks in vLLM, which has no registry of its own, by replacing functions where they are defined."""
+"""Install hooks in vLLM, which lacks a registry of hooks, by replacing functions where they are defined."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Map the logical experts of one MoE layer of vLLM to the physical experts that this rank uses.
+"""Map the logical experts of a MoE layer of vLLM to the physical experts that this rank uses.
 
 The plan's placement uses vLLM's own layout for redundant experts (EPLB's): physical experts are in order on the ranks,
 and the router's logical ids are mapped to them. Every backend that supports EPLB therefore supports it. Without a plan
@@ -35,13 +35,13 @@ class RealRows:
 
 
 def own_rows(count: int, padded: int, split: int, rank: int) -> int:
-    """Real rows in a rank's slice by position of `count` rows, padded and split over so many ranks."""
+    """Return the number of real rows in a rank's slice; `count` rows are padded and split by position over `split`."""
     width = -(-padded // split)
     return min(max(count - rank * width, 0), width) if split > 1 else count
 
 
 class RoutedLayer:
-    """The hooks of one layer's router, on one rank.
+    """The hooks of a layer's router, on one rank.
 
     copies: the physical experts that this rank uses; None: a physical id is the logical id. drop_padding: padding gets
     the id -1, which the all-to-all then omits.
@@ -59,7 +59,8 @@ class RoutedLayer:
     ) -> None:
         self._place, self._experts_per_rank = place, experts_per_rank
         self.copies = copies
-        self._real, self._traffic, self._drop_padding, self._observe = real, traffic, drop_padding, observe
+        self._real, self._drop_padding = real, drop_padding
+        self._traffic, self._observe = traffic, observe
 
     def use(self, copies: RankCopies) -> None:
         """Choose copies by other tables, in place where they are as large."""

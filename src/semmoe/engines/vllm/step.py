@@ -12,7 +12,7 @@ from semmoe.engines.step import Step
 class Slots:
     """Assigns a small number to each request, reused after it ends; all ranks of a group assign the same numbers.
 
-    most: requests of one pass at most; beyond it, requests that are not in the pass (preempted ones) lose theirs.
+    most: maximum number of requests in a pass; beyond it, requests outside the pass (preempted ones) lose theirs.
     """
 
     def __init__(self, most: int = sys.maxsize) -> None:
@@ -41,9 +41,7 @@ class Slots:
 
 
 def read_step(runner: Any, slots: Slots, num_tokens: int) -> Step:
-    """The step of a pass, read in `_model_forward` when the runner's buffers hold it, including ids sampled on the
-    device.
-    """
+    """Read the step of a pass in `_model_forward`, when the runner's buffers hold it, ids sampled on the device too."""
     batch = runner.input_batch
     ends = runner.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
     rows = np.repeat(np.arange(batch.num_reqs), np.diff(ends))

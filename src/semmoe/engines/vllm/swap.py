@@ -3,8 +3,7 @@
     POST /v1/semmoe/swap  {"number": 123, "layers_per_pass": 0}  ->  the state of rank 0's swap when it has ended
 
 Between two steps the engine serves. For each step it is paused with its requests and their caches kept: vLLM's data
-parallel ranks then agree to run no pass, so that all are between the same two. vLLM's own check of API keys covers
-what lies below /v1.
+parallel ranks then agree to run no pass, so that all are between the same two. vLLM checks API keys below /v1.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ POLL = 0.02  # seconds between two looks at whether workers are ready, and betwe
 
 
 class Order(BaseModel):
-    """What a client asks for."""
+    """A client's order to swap the plan."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     number: int = Field(gt=0, le=MOST_NUMBER)
@@ -68,7 +67,7 @@ class SwapEndpoint:
         status = (await self._ask(STATE))[0]
         while status["state"] not in ENDED:
             await asyncio.sleep(POLL)
-            # Data-parallel ranks agree to pause every --dp-sync-interval passes, and serve nobody until they have.
+            # Data-parallel ranks agree to pause every --dp-sync-interval passes, and serve no request until they have.
             if status["state"] != "preparing" or all(await self._ask(READY)):
                 status = await self._step()
         if status["state"] == "done":

@@ -4,7 +4,8 @@ from semmoe.engines.hooks import Hook
 
 TRIED = "0.32.0"
 # methods that vLLM's workers are given
-ARM, READY, STATE, STEP = "semmoe_arm", "semmoe_ready", "semmoe_state", "semmoe_step"
+ARM, READY = "semmoe_arm", "semmoe_ready"
+STATE, STEP = "semmoe_state", "semmoe_step"
 PREPARE = "semmoe_prepare"  # and its client
 _MOE = "vllm.model_executor.layers.fused_moe."
 _LINEAR = "vllm.model_executor.layers.linear."
@@ -38,7 +39,7 @@ WEIGHTS = Hook(
     ("param", "loaded_weight", "weight_name", "shard_id", "expert_id", "return_success"),
 )
 GPT_OSS = "vllm.model_executor.models.gpt_oss."
-GPT_OSS_PACKED = Hook(GPT_OSS + "GptOssModel.load_weights", "take its packed experts apart", ("weights",))
+GPT_OSS_PACKED = Hook(GPT_OSS + "GptOssModel.load_weights", "split its packed experts", ("weights",))
 GPT_OSS_WEIGHTS = Hook(GPT_OSS + "GptOssRoutedExperts.weight_loader", "the same of gpt-oss", WEIGHTS.parameters)
 ROUTE = Hook(_MOE + "router.base_router.BaseRouter._compute_routing", "see each rank's routing", ("router_logits",))
 TO_PHYSICAL = Hook(
