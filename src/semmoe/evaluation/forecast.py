@@ -1,4 +1,4 @@
-"""What a plan should gain: solved on a part of a profile, replayed on the rest, and timed on links."""
+"""Predict a plan's gain: solve on a part of a profile, replay on the rest, and time on links."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,7 +25,7 @@ MOST_ROWS = 1 << 16  # of a group's pass, up to which it is asked whether shuffl
 
 @dataclass(frozen=True)
 class Case:
-    """What was replayed, and what is served: the plan's method is charged for semmoe's own kernels, others are not."""
+    """The replays and the served configuration; semmoe's own kernels are charged to the plan's method alone."""
 
     replayed: dict[str, ReplayResult]  # by method
     method: str
@@ -45,12 +45,11 @@ def expect(
     shape: timing.LayerShape | None = None,
     holdout: float = 0.2,
 ) -> dict[str, Any] | None:
-    """Estimate what a plan gains on unseen requests: solve on a share 1 - `holdout` of them and replay on the rest.
+    """Estimate a plan's gain on unseen requests: solve on a share 1 - `holdout` of a profile and replay on the rest.
 
     Returns the metrics of the plan, those of `linear` and `eplb` under "others" and, given links and shape, predicted
-    times, a verdict, and under "elsewhere" the gain on other links; decoding has a verdict of its own under "decode" if
-    its links are others. Returns None if the trace has too few distinct requests to hold any out. Embeddings of the
-    problem are not used.
+    times, a verdict, and under "elsewhere" the gain on other links. Decoding has its own verdict under "decode" if its
+    links differ. Returns None if too few requests are distinct to hold any out. The problem's embeddings are not used.
     """
     trace, topology = problem.trace, problem.topology
     settings = problem.settings
@@ -63,7 +62,7 @@ def expect(
     for method in [one for one in ("linear", "eplb") if one != settings.method]:
         plans[method] = solve(profile, topology, replace(settings, method=method), costs=problem.costs)
     replayed = {method: replay(held_out, plan, measure) for method, plan in plans.items()}
-    # Where links are known, `_time` adds the bytes per rank pair of one batch, which hold the same information.
+    # Where links are known, `_time` adds the bytes per rank pair of a batch, which hold the same information.
     figures = {
         name: {k: v for k, v in result.as_dict().items() if k != "rows_per_rank_pair"}
         for name, result in replayed.items()
@@ -156,10 +155,10 @@ def _predict(case: Case, links: Links, batch: float = 1.0) -> dict[str, timing.P
 
 
 def _elsewhere(case: Case, predictions: dict[str, timing.Prediction], links: Links) -> dict[str, Any]:
-    """The gain on slower and faster links and in other batches, routed and balanced as those that were replayed.
+    """Predict the gain on slower and faster links and in other batches, routed and balanced like the replayed batches.
 
-    What bytes take grows with the batch over the bandwidth, what experts take with the batch, and the rest is fixed, so
-    that the times of one batch and of two tell all others; semmoe's own kernels are charged by the batch itself.
+    Time for bytes grows with the batch over the bandwidth, time for experts with the batch, and the rest is fixed. So
+    a single and a double batch determine all others. semmoe's own kernels are charged by the batch itself.
     """
     times = []
     for batch, of in ((1.0, predictions), (2.0, _predict(case, links, 2.0))):

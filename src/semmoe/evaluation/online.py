@@ -12,7 +12,7 @@ from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.requests.scheduler import Assigned, Prompt, RequestScheduler, RoundRobinScheduler
 
 LIVE_LEAD = 2.0  # mean requests by which a live group may lead
-LIVE_PRICE = 0.25  # of one of them, while one runs in each group: as much as a quarter of a request's pairs at home
+LIVE_PRICE = 0.25  # price of a lead by a mean request, in shares of a request's pairs, while a group runs one request
 BATCH_LEAD = 0.05  # share of the mean work by which a group of a batch may exceed it, unless a single request is larger
 SCHEDULERS: dict[str, Callable[[Any, SchedulerSettings], RequestScheduler]] = {
     RoundRobin.kind: lambda policy, settings: RoundRobinScheduler(policy),
@@ -70,9 +70,9 @@ def schedule_with(
 
 
 def schedule_live(trace: RoutingTrace, plan: Plan, running: int) -> np.ndarray:
-    """(R,) int64: groups of a trace's requests in their order, as a server assigns them of which so many run.
+    """Return the group (R,) int64 of each request, in order, as assigned by a server that runs `running` requests.
 
-    A server expects at most what a request may decode; of that a trace knows what it did decode.
+    A server knows the most tokens that a request may decode; here these are the tokens that the request decoded.
     """
     scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
     prompts = [trace.prompt(request) for request in range(trace.num_requests)]

@@ -43,7 +43,7 @@ class ReplayResult:
         return self.total.tokens / (len(self.layers) * self.num_batches)
 
     def rows_per_batch(self, kind: str = "per-rank") -> np.ndarray:
-        """(L, G, G) rows that rank i sends to rank j in the dispatch of one of `rowcosts.KINDS`, mean over batches."""
+        """Return the rows (L, G, G) from rank i to rank j in a dispatch of `kind` (`rows.KINDS`), mean over batches."""
         return np.array([self._hops(kind, traffic) for traffic in self.layers]) / self.num_batches
 
     def _hops(self, kind: str, traffic: Traffic) -> np.ndarray:
@@ -51,11 +51,11 @@ class ReplayResult:
 
     @property
     def busiest_pairs(self) -> np.ndarray:
-        """(L,) pairs that the most loaded rank of a batch computes, mean over batches of one size."""
+        """Return the pairs (L,) that the most loaded rank of a batch computes, mean over batches of equal size."""
         return self.load_max_over_mean * [traffic.load.mean() / self.num_batches for traffic in self.layers]
 
     def _tiers(self, kind: str) -> dict[str, float]:
-        """Rows per token of one kind of all-to-all inside nodes and between them."""
+        """Return the rows per token inside and between nodes for a kind of all-to-all."""
         total, node = self.total, self.topology.node_of
         rows, same = self._hops(kind, total), node[:, None] == node
         tokens = max(total.tokens, 1)
@@ -128,7 +128,8 @@ def replay(
     choice = copy_choice(plan.placement, plan.topology)
     unknown = plan.tokens.unknown(trace.token_ids)
     size = plan.topology.attn_tp_size
-    layers, mean, median, predicted = [], [], [], []
+    layers, predicted = [], []
+    mean, median = [], []
     of_unknown = np.zeros(2, np.int64)  # local pairs, pairs
     for l, (evidence, homes) in enumerate(token_homes(trace, plan, settings, group)):
         targets = [choice[l].ranks(trace.expert_ids[rows, l], home) for rows, home in zip(batches, homes, strict=True)]

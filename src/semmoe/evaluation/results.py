@@ -106,7 +106,7 @@ class Judged(Record):
 
 
 class Elsewhere(Record):
-    """The gain (batches, bandwidths) on links of so many times the bandwidth, and in batches of so many tokens."""
+    """The gain (batches, bandwidths) in batches of `batch_tokens` tokens, on links of `bandwidths` times the speed."""
 
     bandwidths: list[Amount] = Field(min_length=1, max_length=32)
     batch_tokens: list[Amount] = Field(min_length=1, max_length=32)
