@@ -19,8 +19,8 @@ class Scorer:
     """Scores the data-parallel ranks of a plan for a prompt. Stateless to its caller; use it in one thread at a time.
 
     A score is the share of the request's (token, expert) pairs that the rank is expected to host, less the rank's
-    price, by which ranks that many requests of the profile prefer become dearer. It knows neither load nor prefix
-    caches: a router adds its own terms for these. Raises ValueError for a plan that schedules no requests.
+    price, which is higher for ranks that many requests of the profile prefer. It knows neither load nor prefix caches:
+    a router adds its own terms for both. Raises ValueError for a plan that schedules no requests.
     """
 
     def __init__(self, plan: Plan | Path | str) -> None:

@@ -18,8 +18,7 @@ MOST_TABLE = 1 << 28  # entries of an array of shape (L, E), (L, V) or (L, G, E)
 def number(default: Any, low: float, high: float, **shown: Any) -> Any:
     """A dataclass field whose value lies between `low` and `high`, both included; None is allowed if it is the default.
 
-    default: `...` for none. `Checked` enforces the bounds. shown: how the command line shows the field (arguments of
-    `_option`).
+    default: `...` for none. `Checked` enforces the bounds. shown: arguments of `_option`, for the command line.
     """
     metadata = {"low": low, "high": high, **_option(**shown)}
     return field(default=MISSING if default is ... else default, metadata=metadata)
@@ -38,7 +37,7 @@ def switch(**shown: Any) -> Any:
 def _option(help: str = "", panel: str = "Method", zero_is_none: bool = False) -> dict:
     """Metadata that makes a field an option of the command line; a field without help text is not an option.
 
-    zero_is_none: the option's value 0 means None, which is no limit.
+    zero_is_none: the option's value 0 means None, that is, unlimited.
     """
     return {"help": help, "panel": panel, "zero_is_none": zero_is_none} if help else {}
 
@@ -61,7 +60,7 @@ class Checked:
 
 
 def check_table(what: str, *sizes: int) -> None:
-    """Raise ValueError if an array of these sizes has more entries than any known model needs."""
+    """Raise ValueError if an array of shape `sizes` has more entries than any known model needs."""
     entries = math.prod(sizes)
     if entries > MOST_TABLE:
         raise ValueError(f"{what} is {entries:,}, more than the {MOST_TABLE:,} that any known model needs")

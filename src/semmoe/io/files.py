@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-MOST_ARRAY_BYTES = 1 << 35  # of one file of arrays, which is read whole; many times what a plan or a shard needs
+MOST_ARRAY_BYTES = 1 << 35  # of a file of arrays, which is read whole; many times the size of a plan or a shard
 MOST_JSON_BYTES = 1 << 27  # of a header, a links file or a record; the largest, of a relabelled model, has some MB
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # arguments of Linux's renameat2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that vanish when there is room again

@@ -57,7 +57,8 @@ def _check_npz_sizes(path: Path) -> None:
 
 def _plain_from_fingerprinting(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Plain arrays from the layout of `examples/convert_fingerprinting.py`, where only generated tokens are routed."""
-    tokens, starts, first = arrays["tokens"], arrays["token_starts"], arrays["pos0"]
+    tokens, starts = arrays["tokens"], arrays["token_starts"]
+    first = arrays["pos0"]  # prompt tokens of each request
     lengths = np.diff(arrays["route_starts"])
     routed = [tokens[s + p : s + p + n] for s, p, n in zip(starts[:-1], first, lengths, strict=True)]
     prompts = [tokens[s : s + p] for s, p in zip(starts[:-1], first, strict=True)]
