@@ -158,7 +158,7 @@ def refusals(comm, folder):
         found.experts.prepare = fail
     out["no memory on one rank"] = found.to(number(folder, "tp-0")).reason
     found.experts.prepare = lambda plan: None  # both ranks can
-    out["ranks were told of different plans"] = found.to(number(folder, f"tp-{comm.rank}")).reason
+    out["ranks received different plans"] = found.to(number(folder, f"tp-{comm.rank}")).reason
     held = threading.Event()
     found.experts.prepare = lambda plan: held.wait()
     assert found.swapper.arm(number(folder, "tp-1")) == ""
@@ -182,7 +182,7 @@ def test_what_one_rank_cannot_do_no_rank_does(folder, tmp_path):
         not_staged = "plan 000000003039 is not staged on this node: `semmoe swap --stage-only` does that"
         assert re.fullmatch(f"rank [01]: {not_staged}", out.pop("nowhere staged"))
         assert out.pop("no memory on one rank") == "rank 1: MemoryError: no room for a buffer"
-        assert out.pop("ranks were told of different plans") == "ranks were told of different plans"
+        assert out.pop("ranks received different plans") == "ranks received different plans"
         assert out.pop("busy").endswith("is not over")
         assert counted["swaps refused"] == 4
         assert counted["swaps done"] == 0
@@ -224,7 +224,7 @@ def test_an_expert_that_did_not_move_is_noticed_before_a_token_meets_it(folder, 
     """The negative control of the canary. Rank 0, whose slots are right, waits for rank 1, which ends."""
     (_, _), (error, status) = on_ranks(2, named(one_slot_stays, folder), tmp_path)
     assert "the weights of expert" in error
-    assert "in slot 0 is not what was to be moved there" in error
+    assert "in slot 0 differ from those before the move" in error
     assert (status["state"], status["layers_done"]) == ("failed", 0)
 
 
@@ -263,7 +263,7 @@ def test_checksums_of_slots_at_odd_places_in_memory():
 def test_copies_of_an_expert_that_differ_are_noticed():
     """By hand: slots hold experts 0, 1, 0, and the two slots of expert 0 differ."""
     found = torch.tensor([[1, 1], [5, 5], [2, 1]])
-    with pytest.raises(ValueError, match="the weights of expert 0 in slot 0 differs from another copy"):
+    with pytest.raises(ValueError, match="the weights of expert 0 in slot 0 differ from another copy"):
         canary.by_expert(found, np.array([0, 1, 0]), 2)
     found[2, 0] = 1
     assert canary.by_expert(found, np.array([0, 1, 0]), 2).tolist() == [[1, 1], [5, 5]]
@@ -297,7 +297,7 @@ def test_a_staged_plan_is_the_one_that_its_number_says(folder, tmp_path):
 
 @pytest.mark.parametrize("wrong", [0, -1, status.MOST_NUMBER + 1])
 def test_numbers_that_no_plan_has(wrong):
-    with pytest.raises(ValueError, match="is no plan's number"):
+    with pytest.raises(ValueError, match="is not a plan's number"):
         status.staged(Path("/nonexistent"), wrong)
 
 

@@ -1,8 +1,8 @@
-"""Checksums of the experts in their slots, by which a move is checked before any token meets what was moved.
+"""Checksums of the experts in their slots, by which a move is checked before any token meets a moved expert.
 
 A checksum is of an expert's weights as the engine holds them, packed or quantised. All slots of an expert must agree
-before a layer's move, and every slot must hold what its new expert was after it. What the server loaded from its
-checkpoint is therefore what it has after any number of moves.
+before a layer's move. After it, every slot must hold the weights that its new expert had before. Therefore a server
+holds the weights of its checkpoint after any number of moves.
 """
 
 from collections.abc import Sequence
@@ -49,14 +49,14 @@ def by_expert(found: Tensor, experts: np.ndarray, num_experts: int) -> Tensor:
     slots = torch.from_numpy(experts.astype(np.int64))
     out = torch.zeros((num_experts, found.shape[1]), dtype=torch.int64)
     out[slots] = found
-    _compare(found, out[slots], experts, "differs from another copy of it")
+    _compare(found, out[slots], experts, "differ from another copy of it")
     return out
 
 
 def check_slots(found: Tensor, expected: Tensor, experts: np.ndarray) -> None:
     """Raise ValueError unless slots with checksums `found` hold `experts`; expected: `by_expert` before the move."""
     slots = torch.from_numpy(experts.astype(np.int64))
-    _compare(found, expected[slots], experts, "is not what was to be moved there")
+    _compare(found, expected[slots], experts, "differ from those before the move")
 
 
 def _compare(found: Tensor, expected: Tensor, experts: np.ndarray, what: str) -> None:

@@ -26,7 +26,7 @@ COUNT_POLL = 0.5  # seconds between two looks at the number of recorded requests
 STOP_SECONDS = 60.0  # in which ranks end a recording
 ANSWER = 30.0  # seconds in which a server answers that only takes an order
 COMPLETION_SECONDS = 3600.0  # in which a server completes a prompt, waits included
-PASS_PATH = "/health_generate"  # of SGLang: a request of one token, so that a server without requests runs passes
+PASS_PATH = "/health_generate"  # of SGLang: a one-token request, so that a server without requests runs passes
 
 
 class ServerError(RuntimeError):
@@ -88,10 +88,7 @@ class Served:
             time.sleep(COUNT_POLL)
 
     def swap(self, plan: Plan, settings: SwapSettings) -> SwapStatus:
-        """Stage a plan and have the server swap to it; what rank 0 says at the end.
-
-        Raises ValueError or ServerError.
-        """
+        """Stage a plan, swap the server to it and return rank 0's last status. Raises ValueError or ServerError."""
         look = self.look()
         engine = watch.view(look, look).active.get("engine", "")  # with its version
         number = stage(plan, self.folder)

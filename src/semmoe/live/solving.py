@@ -83,7 +83,7 @@ def score(trace: RoutingTrace, plan: Plan) -> np.ndarray:
 
     The trace is not in arrival order: it interleaves the ranks' recordings, which would favor the plan that was
     serving. So requests are shuffled. They come again and again, since for few requests the bound on a group's lead is
-    loose: a plan could send all of them to the group that suits them.
+    loose: a plan could send every request to the group that suits it.
     """
     rng, times = np.random.default_rng(0), -(-STREAM // trace.num_requests)
     again = np.concatenate([rng.permutation(trace.num_requests) for _ in range(times)])

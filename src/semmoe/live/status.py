@@ -3,8 +3,8 @@
     FOLDER/plans/NAME/           a plan, staged by `semmoe swap` before it tells the engine its number
     FOLDER/swap-00000.json       written by each rank: which plan it serves on, and what became of the last swap
 
-A plan's number is the first 48 bits of a digest of all that it holds, and its name the same in hexadecimal. Engines are
-told the number alone: a rank cannot take another plan for it, and nothing that a client sends is used as a path.
+A plan's number is the first 48 bits of a digest of all that it holds, and its name the same in hexadecimal. Engines get
+the number alone: a rank cannot take another plan for it, and nothing that a client sends is used as a path.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ class SwapStatus(BaseModel):
     schema_version: Literal[1] = 1
     rank: Count
     plan: Count  # the number of the plan that is served, or was when a swap began that has not ended
-    expert_bytes: Count = 0  # weights of one expert of one layer, as the engine holds them
+    expert_bytes: Count = 0  # weights of an expert in a layer, as the engine holds them
     asked: Count = 0  # the number of the plan that the last swap was to
     swaps: Count = 0  # that were asked for since the server started
     state: Literal["none", "preparing", "moving", "done", "refused", "failed"] = "none"
@@ -42,8 +42,8 @@ class SwapStatus(BaseModel):
     layers_done: Count = 0
     moved: Count = 0  # slots of this rank that got another expert
     received_bytes: Count = 0  # weights of experts that came from other ranks
-    seconds: Seconds = 0.0  # that forward passes waited for this rank, all together
-    longest: Seconds = 0.0  # that one of them waited
+    seconds: Seconds = 0.0  # total wait of forward passes for this rank
+    longest: Seconds = 0.0  # longest wait of a single pass
 
 
 def plan_number(plan: Plan) -> int:
@@ -52,9 +52,9 @@ def plan_number(plan: Plan) -> int:
 
 
 def plan_name(number: int) -> str:
-    """The number in hexadecimal; raises ValueError for what is no plan's number."""
+    """Return a plan's number in hexadecimal; raise ValueError if it is out of range."""
     if not 0 < number <= MOST_NUMBER:
-        raise ValueError(f"{number} is no plan's number")
+        raise ValueError(f"{number} is not a plan's number")
     return f"{number:0{DIGITS}x}"
 
 
@@ -92,7 +92,7 @@ def write_status(folder: Path, status: SwapStatus) -> None:
 
 
 def read_status(folder: Path, rank: int = 0) -> SwapStatus:
-    """What a rank last wrote; raises ValueError if it wrote nothing that can be trusted."""
+    """Return the last status of a rank; raise ValueError if the rank wrote none that can be trusted."""
     return read_private(status_path(folder, rank), SwapStatus)
 
 

@@ -1,11 +1,11 @@
 """Swap the plan that a server runs on, in small steps between its forward passes.
 
-An adaptor calls `arm` when its engine is told of a new plan, and `step` between passes; both at the same place of every
-rank's loop, since `step` sends messages to all ranks.
+An adaptor calls `arm` when its engine receives a new plan, and `step` between passes. Every rank calls both at the same
+place of its loop, since `step` sends messages to all ranks.
 
     arm      a thread reads the plan, checks it and makes its tables, while the server serves
     step     all ranks vote: while one is not ready nothing happens; if one cannot, nothing ever does
-    step ... then experts of some layers move and are checked, and maps and copy choice of these layers follow; mixed
+    step ... then experts of some layers move and are checked, and then the layers' maps and copy choice follow; mixed
              states are right, since every layer has its own. With the last layers the token tables follow
 
 A failure after the vote may have left weights half moved on some rank: nothing may be served after it, and the
@@ -37,7 +37,7 @@ class SwapError(RuntimeError):
 
 
 class Experts(Protocol):
-    """What an engine does to the experts and tables of one rank. Layers are numbered among the MoE layers."""
+    """An engine's actions on the experts and tables of a rank. Layers are numbered among the MoE layers."""
 
     def prepare(self, plan: Plan) -> None:
         """Make all that `commit` and `finish` install, beside the passes that run. Raises ValueError if it cannot."""
@@ -62,7 +62,8 @@ class Swapper:
     """
 
     def __init__(self, plan: Plan, experts: Experts, group: Any, folder: Path) -> None:
-        self.plan, self._experts, self._group, self._folder = plan, experts, group, folder
+        self.plan, self._experts = plan, experts
+        self._group, self._folder = group, folder
         self._next = plan
         self._vote, self._why = NO, ""  # of this rank, on the plan that it was armed with
         self._left: list[int] = []  # layers whose experts are still to move
@@ -109,7 +110,8 @@ class Swapper:
             rank=before.rank, plan=before.plan, expert_bytes=before.expert_bytes, asked=number, swaps=before.swaps + 1,
             state="preparing",
         )  # fmt: skip
-        self._vote, self._why, self._layers_per_step = WAITING, "", layers_per_step
+        self._vote, self._why = WAITING, ""
+        self._layers_per_step = layers_per_step
         tell(self._folder, self.status)
         threading.Thread(target=self._prepare, args=(number,), name="semmoe-swap", daemon=True).start()
         return ""
@@ -147,7 +149,7 @@ class Swapper:
         refusals = [f"rank {rank}: {why}" for rank, (vote, _, why) in enumerate(votes) if vote == NO]
         numbers = {number for _, number, _ in votes}
         if len(numbers) > 1:
-            refusals = ["ranks were told of different plans"]
+            refusals = ["ranks received different plans"]
         if refusals:
             self._end("refused", refusals[0])
         if refusals or any(vote == WAITING for vote, _, _ in votes):
@@ -170,7 +172,7 @@ class Swapper:
             self._finish()
 
     def _finish(self) -> None:
-        """Layers whose experts stay get the new copy choice, and all of them the token tables."""
+        """Install the copy choice in every layer, also where experts stay, and the token tables."""
         self._experts.commit(range(len(self.plan.placement.physical_to_logical_map)))
         self._experts.finish()
         self.plan = self._next
@@ -178,7 +180,7 @@ class Swapper:
         self._end("done", "")
 
     def _move_layer(self, layer: int) -> None:
-        """Move one layer's experts, and compare what is in the slots with what was to come there."""
+        """Move a layer's experts, and verify that each slot now holds its expected expert."""
         old, new = (plan.placement.physical_to_logical_map[layer] for plan in (self.plan, self._next))
         size, weights = len(old) // dist.get_world_size(self._group), self._experts.weights(layer)
         mine = slice(self.status.rank * size, (self.status.rank + 1) * size)
@@ -287,5 +289,5 @@ def check_fits(new: Plan, old: Plan) -> None:
 
 def _line(error: BaseException) -> str:
     """An error in one line."""
-    told = " ".join(str(error).split())
-    return told if isinstance(error, ValueError) and told else f"{type(error).__name__}: {told}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""What a running server did between two readings of its counters: the figures of `semmoe watch`."""
+"""The activity of a server between two readings of its counters: the figures of `semmoe watch`."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What a server did between two readings. A figure is None if nothing was counted that it depends on."""
+    """The activity of a server between two readings. A figure is None if its counters did not change."""
 
     seconds: float
     active: dict[str, str]  # engine, plan and other labels that the plug-in exports
@@ -48,7 +48,7 @@ class View:
     pairs: int  # number of (token, expert) pairs from which `lar` is computed
     routed_tokens_per_second: float  # a token counts once per MoE layer
     remote_ranks_per_token: float | None
-    network_ranks_per_token: float | None  # those of them on another node
+    network_ranks_per_token: float | None  # remote ranks on another node
     remote_nodes_per_token: float | None  # None on one node
     remote_pairs_per_token: float | None
     all_to_all_bytes_per_token: float | None  # per layer; None if semmoe does not do the all-to-all
@@ -60,7 +60,7 @@ class View:
     unknown_tokens: int
     schedule_failures: int
     degraded: list[str]  # reasons why the plug-in does not do all that it should
-    stale: list[str]  # processes that no longer publish counters, so that the figures miss what they do
+    stale: list[str]  # processes that no longer publish counters, so that the figures miss their activity
 
     @property
     def known_lar(self) -> float | None:
@@ -68,7 +68,7 @@ class View:
         return self.lar if self.pairs >= ENOUGH_PAIRS else None
 
     def below(self, expected: float | None, margin: float) -> bool:
-        """Whether `known_lar` is more than `margin` below what is expected."""
+        """Whether `known_lar` is more than `margin` below `expected`."""
         lar = self.known_lar
         return expected is not None and lar is not None and lar < expected - margin
 
@@ -124,7 +124,7 @@ def view_window(looks: deque[Look], newest: Look, seconds: float) -> View:
 
 
 def view(before: Look, after: Look) -> View:
-    """What happened between two readings of one server; after a restart, since the server started."""
+    """Return the activity between two readings of a server; after a restart, since the server started."""
     restarted = any(after.totals.get(key, 0.0) < value for key, value in before.totals.items() if key[0] not in GAUGES)
     past: Totals = {} if restarted else before.totals
     grown = {key: value - past.get(key, 0.0) for key, value in after.totals.items() if key[0] not in GAUGES}

@@ -18,12 +18,12 @@ SETTLE_SECONDS = 0.5  # a rank that has just started reports its status within t
 
 @dataclass(frozen=True)
 class Ended:
-    """What a recording left."""
+    """The result of a recording."""
 
     run: str
     merged: Any  # `streams.Merged`: the trace
     unfinished: int  # requests that are left out since they had not ended
-    gone: list[Status]  # ranks that no longer respond: what was not on disk is lost
+    gone: list[Status]  # ranks that no longer respond: their rows not yet on disk are lost
 
 
 def begin(folder: Path, settings: RecordSettings) -> tuple[Control, int]:

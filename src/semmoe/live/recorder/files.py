@@ -4,7 +4,7 @@
     FOLDER/status-00000.json       written by each rank, at most once a second
     FOLDER/RUN/rank-00000/         what that rank recorded: a trace directory
 
-What is recorded is users' text, so folders have mode 0700 and files 0600. Whoever can write the control file can have
+Recordings hold users' text, so folders have mode 0700 and files 0600. Whoever can write the control file can have
 all traffic recorded, so a folder or control file that other users can write is refused.
 """
 
@@ -43,14 +43,14 @@ class Control(BaseModel):
 
 
 class Status(BaseModel):
-    """Contents of `status-NNNNN.json`: what one rank records, and what it could not record."""
+    """Contents of `status-NNNNN.json`: what one rank records, and its losses."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     schema_version: Literal[1] = 1
     rank: Count
     run: RunName | None = None
     state: Literal["off", "recording", "stopped", "failed", "refused"] = "off"
-    reason: str = Field(default="", max_length=2000)  # why it is not recording, if it was not told to stop
+    reason: str = Field(default="", max_length=2000)  # why it is not recording, unless it was stopped on request
     requests: Count = 0  # recorded
     tokens: Count = 0  # recorded
     tokens_seen: Count = 0  # tokens of any request that ran while recording, recomputed ones included

@@ -10,19 +10,19 @@ from semmoe.live.recorder.memory import Rows
 from semmoe.live.recorder.recorder import LiveRecorder
 from semmoe.runtime import kernels
 
-UNSEEN = -1  # in place of experts that no hook has told
+UNSEEN = -1  # in place of expert ids that no hook has written
 
 
 class PassRecorder:
     """Collects the routing of a forward pass layer by layer, on one rank of each attention group.
 
-    buffer (rows, L, K) on the device, if given: hooks write to it in every pass, recorded or not, so that a graph that
-    is captured of one pass tells the routing of another when it is replayed, without its hooks. A pass with more rows
-    is not recorded.
+    buffer (rows, L, K) on the device, if given: hooks write to it in every pass, recorded or not. So a captured graph
+    also writes the routing of the passes that replay it without hooks. A pass with more rows is not recorded.
     """
 
     def __init__(self, recorder: LiveRecorder, num_layers: int, buffer: torch.Tensor | None = None) -> None:
-        self._recorder, self._num_layers, self._buffer = recorder, num_layers, buffer
+        self._recorder, self._buffer = recorder, buffer
+        self._num_layers = num_layers
         self._step: Step | None = None
         self.waiting: Step | None = None  # the pass that has ended and is not yet passed on by `tell`
         self._routed: dict[int, np.ndarray] = {}  # by MoE layer, (N, K)
@@ -41,7 +41,7 @@ class PassRecorder:
         step = this.step if self._recorder.recording else None
         self._step = step if step is not None and step.num_tokens and not step.guesses else None
         if self._buffer is not None and self._step is not None:
-            self._buffer.fill_(UNSEEN)  # a pass whose routing is not told must not leave that of the pass before
+            self._buffer.fill_(UNSEEN)  # so that a pass that writes no routing does not leave the previous pass's
         self._routed, self.waiting = {}, None
 
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:

@@ -103,7 +103,7 @@ class LiveRecorder:
     def finish(self, request: str, prompt_ids: Sequence[int] | np.ndarray, length: int = MOST_POSITION) -> None:
         """End a request, normally or not, after its last pass was observed; its recorded rows are written.
 
-        length: number of its tokens to keep; an engine that runs ahead of its own results feeds one beyond the end.
+        length: number of tokens to keep; an engine that runs ahead of its results feeds one token beyond the end.
         """
         with self._guard():
             if self._memory is not None:
@@ -196,4 +196,4 @@ class LiveRecorder:
         with contextlib.suppress(OSError, ValueError):
             check_folder(self.folder)  # do not write to a folder that is refused
             write_status(self.folder, self.status)
-        logger.warning("semmoe stopped recording: %s", reason or "it was told to stop")
+        logger.warning("semmoe stopped recording: %s", reason or "as requested")
