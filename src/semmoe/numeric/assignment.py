@@ -44,8 +44,7 @@ def balanced_packing(weight: np.ndarray, num_packs: int) -> tuple[np.ndarray, np
 def replicate_experts(weight: np.ndarray, num_physical: int) -> tuple[np.ndarray, np.ndarray]:
     """Give each additional copy to the expert with the highest load per copy.
 
-    weight: (rows, n). Returns the logical expert of each physical one (rows, num_physical) and the number
-    of copies of each (rows, n).
+    weight: (rows, n). Returns the logical expert of each physical one (rows, num_physical), and copies (rows, n).
     """
     rows, experts = weight.shape
     logical = np.tile(np.arange(num_physical), (rows, 1))
@@ -127,7 +126,8 @@ def _best_step(r, value, work, capacity, groups, load, partners):
                 break
             if q >= 0 and groups[q] != b:
                 continue  # it has moved since the list was made
-            gain, new_a, new_b = value[r, b] - value[r, a], load[a] - work[r, a], load[b] + work[r, b]
+            gain = value[r, b] - value[r, a]
+            new_a, new_b = load[a] - work[r, a], load[b] + work[r, b]
             if q >= 0:
                 gain += value[q, a] - value[q, b]
                 new_a += work[q, a]
