@@ -34,7 +34,8 @@ class CoClustering:
 
 def cluster(trace: RoutingTrace, topology: Topology, settings: PaperSettings, seed: int) -> CoClustering:
     """Assign experts (L, E) to ranks, requests to groups if there are several, token types to ranks of each group."""
-    f, D, S = trace.fingerprint, topology.dp_size, topology.attn_tp_size
+    f = trace.fingerprint
+    D, S = topology.dp_size, topology.attn_tp_size
     if f.num_experts % topology.ep_size != 0:
         raise ValueError(f"ep_size {topology.ep_size} does not divide {f.num_experts} experts")
     rng = np.random.default_rng(seed)
@@ -57,7 +58,8 @@ def cluster(trace: RoutingTrace, topology: Topology, settings: PaperSettings, se
 
 def _cluster_tokens(trace, topology, blocks, request_groups, gate_groups, settings, rng):
     """Assign, per layer and group, the group's experts (L, E) and token types (L, D, V) to its S ranks."""
-    f, D, S = trace.fingerprint, topology.dp_size, topology.attn_tp_size
+    f = trace.fingerprint
+    D, S = topology.dp_size, topology.attn_tp_size
     ranks = np.zeros_like(blocks)
     token_ranks = np.full((f.num_layers, D, f.vocab_size), -1, np.int16)
     group_of_token = np.zeros(trace.num_tokens) if request_groups is None else request_groups[trace.request_of_token()]
@@ -202,7 +204,8 @@ def _request_schedule(flat, pull, quota, order, alpha, beta):
         norm = 0.0
         for m in range(flat.shape[1]):
             norm += flat[n, m] * flat[n, m]
-        best, chosen, along_best = -np.inf, int(np.argmin(filled)), 0.0
+        best, along_best = -np.inf, 0.0
+        chosen = int(np.argmin(filled))
         for c in range(clusters):
             if filled[c] >= room:
                 continue

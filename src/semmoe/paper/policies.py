@@ -57,10 +57,7 @@ class PaperScheduler(RequestScheduler):
         self._used = np.zeros(self._groups, bool)
 
     def choose(self, prompt_ids: np.ndarray) -> int:
-        """The group for one request. Ids outside the vocabulary use the prior and are counted.
-
-        A round ends when all groups have got a request.
-        """
+        """Return the group for a request. Ids outside the vocabulary use the prior and are counted."""
         rows = known_rows(prompt_ids, len(self._scores))
         self.unknown_tokens += int(self._unknown[rows].sum())
         if self._used.all():
@@ -85,16 +82,17 @@ class PaperTables(Checked):
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be; raises ValueError for a look-back that does not fit."""
-        f, D, S = fingerprint, topology.dp_size, topology.attn_tp_size
+        L, V = fingerprint.num_layers, fingerprint.vocab_size
+        D, S = topology.dp_size, topology.attn_tp_size
         if not S**self.lookback <= MAX_PATHS:
             raise ValueError(f"lookback {self.lookback} is out of range")
-        tokens, paths = (f.num_layers, D, f.vocab_size + 1), (f.num_layers, D, S**self.lookback)
+        tokens, paths = (L, D, V + 1), (L, D, S**self.lookback)
         return {
             "token_ranks": Declared(tokens, np.int16, 0, S - 1),
             "token_confidence": Declared(tokens, np.float16, 0, 1),
             "path_ranks": Declared(paths, np.int16, 0, S - 1),
             "path_confidence": Declared(paths, np.float16, 0, 1),
-            "token_source": Declared((f.vocab_size + 1,), np.uint8, 0, NEIGHBOUR),
+            "token_source": Declared((V + 1,), np.uint8, 0, NEIGHBOUR),
         }
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:

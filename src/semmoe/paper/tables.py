@@ -19,7 +19,8 @@ CONFIDENCE_PRIOR, SUM_PRIOR = 1.0, 1e-3
 
 def solve(problem: Problem) -> Solution:
     """Plan by the paper's co-clustering and its tables."""
-    trace, topology, settings = problem.trace, problem.topology, problem.settings
+    trace, topology = problem.trace, problem.topology
+    settings = problem.settings
     clusters = coclustering.cluster(trace, topology, settings.paper, settings.seed)
     tokens, requests = build_policies(trace, clusters, topology, settings.paper.lookback, problem.embeddings)
     return Solution(placement=clusters.placement, tokens=tokens, requests=requests)
@@ -34,8 +35,7 @@ def build_policies(
 ) -> tuple[TokenPolicy, RequestPolicy]:
     """The paper's policies from the profile and its co-clustering.
 
-    embeddings: (V, H) input embeddings; with them, tokens that were not profiled use the rows of their nearest profiled
-    neighbour, and without them the layer's prior.
+    embeddings: (V, H), by which an unprofiled token uses its nearest profiled neighbour's rows; None: the prior's.
     """
     groups = np.zeros(trace.num_requests, np.int16) if clusters.request_groups is None else clusters.request_groups
     requests: RequestPolicy = RoundRobin(num_groups=topology.dp_size)
@@ -61,8 +61,7 @@ def build_policies(
 def _request_scores(trace: RoutingTrace, groups: np.ndarray, num_groups: int) -> np.ndarray:
     """(V + 1, D) float32: of a token's occurrences in prompts, the share in each group's; row V is the prior.
 
-    Only prompts are counted, since the online look-up sees only the prompt (generated tokens make the result worse, see
-    docs/reading-the-paper.md).
+    Only prompts are counted: the online look-up sees no more, and generated tokens do harm (docs/reading-the-paper.md).
     """
     requests = np.repeat(np.arange(trace.num_requests), np.diff(trace.prompt_offsets))
     counts = count(trace.prompt_ids, groups[requests, None], trace.fingerprint.vocab_size + 1, num_groups).toarray()
@@ -73,8 +72,8 @@ def _shuffle_tables(
     trace: RoutingTrace, clusters: CoClustering, groups: np.ndarray, topology: Topology, lookback: int
 ) -> dict[str, np.ndarray]:
     """T, T_p (L, D, V + 1) and A, A_p (L, D, S ** lookback), with rows of unprofiled tokens left to the prior."""
-    D, S, V = topology.dp_size, topology.attn_tp_size, trace.fingerprint.vocab_size
-    L = trace.fingerprint.num_layers
+    D, S = topology.dp_size, topology.attn_tp_size
+    L, V = trace.fingerprint.num_layers, trace.fingerprint.vocab_size
     if lookback < 1:
         raise ValueError(f"lookback must be at least 1, not {lookback}")
     if not S**lookback <= MAX_PATHS:
@@ -104,7 +103,7 @@ def _shuffle_tables(
 
 
 def _token_table(labels: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """T (V + 1,) and T_p (V + 1,) of one layer: the co-clustering's labels and how often each is the token's device.
+    """T (V + 1,) and T_p (V + 1,) of a layer: the co-clustering's labels and how often each is the token's device.
 
     labels: (V,), -1 for tokens that were not clustered; these and row V get the prior's device.
     """
