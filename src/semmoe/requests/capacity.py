@@ -56,7 +56,7 @@ class SchedulerSettings:
     lead_share: float = 0.085  # bound on a group's lead for a long ledger: share of the mean work of a group
     feedback: float = 0.02  # price per mean request ahead of the mean, in standard deviations of the score
     lead_price: float = 0.0  # the same, in shares of a request's pairs, while a group has one request on average
-    prompt_cost: float = 0.0  # work of one prompt token, in decode tokens
+    prompt_cost: float = 0.0  # work of a prompt token, in decode tokens
     keep_finished: bool = True  # the ledger holds all work so far; False: running work only
 
     def __post_init__(self) -> None:
@@ -166,14 +166,14 @@ class CapacityScheduler(RequestScheduler):
         self, value: np.ndarray, work: np.ndarray, room: np.ndarray, chosen: np.ndarray, live: float
     ) -> np.ndarray:
         """(W,) groups after moves and swaps among a window's requests that raise the total value."""
-        if live > 0:  # what follows knows no prices of its own: it exchanges requests of about equal work
+        if live > 0:  # moves and swaps ignore prices, so they may only exchange requests of about equal work
             given = np.bincount(chosen, work, len(room))
             room = np.minimum(room, given + 0.5 * self._mean_work)
         costs = np.repeat(work[:, None], len(room), axis=1)
         return improve_assignment(value * (work[:, None] + 1e-9), costs, room, chosen, SWEEPS)
 
     def _live_price(self) -> float:
-        """What a token of work ahead of the mean costs while requests run, in shares of a request's pairs."""
+        """Return the price of a token of work ahead of the mean while requests run, in shares of a request's pairs."""
         request = max(self._mean_work, LEAST_WORK)
         return self.settings.lead_price / request / max(float(self._expected.mean()) / request, 1.0) ** 0.5
 

@@ -49,7 +49,8 @@ class PromptScores(Checked):
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be."""
-        V, D, finite = fingerprint.vocab_size, topology.dp_size, np.finfo(np.float32).max
+        V, D = fingerprint.vocab_size, topology.dp_size
+        finite = np.finfo(np.float32).max
         return {
             "token_scores": Declared((V + 1, D), np.float32, -finite, finite),
             "token_weights": Declared((V + 1,), np.float32, 0, finite),

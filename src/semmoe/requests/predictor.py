@@ -50,8 +50,7 @@ class RequestRates:
 
     @property
     def planning_rates(self) -> np.ndarray:
-        """(n, L, E) float32: the mean of true and held-out predicted rates, on which requests and experts are
-        clustered.
+        """Rates (n, L, E) float32 for clustering: the mean of the true and the held-out predicted rates.
 
         Online only the predicted part can be followed, so that a placement by the true rates alone does worse.
         """
@@ -191,7 +190,7 @@ def _layer_counts(trace: RoutingTrace, row: np.ndarray, rows: int, layer: int) -
 
 def _routing_view(trace: RoutingTrace, groups: np.ndarray, words: csr_matrix, mean_rate: np.ndarray) -> np.ndarray:
     """(n, L * E) float32: the words' average routing minus the mean, leaving out the request's duplicate group."""
-    L, E, K = trace.fingerprint.num_layers, trace.fingerprint.num_experts, trace.fingerprint.top_k
+    L, E = trace.fingerprint.num_layers, trace.fingerprint.num_experts
     ids, row = np.unique(trace.token_ids, return_inverse=True)
     row = row.ravel().astype(np.int64)
     weights = words[:, ids].tocsr()
@@ -212,7 +211,7 @@ def _routing_view(trace: RoutingTrace, groups: np.ndarray, words: csr_matrix, me
         part = np.asarray(weights @ _layer_counts(trace, row, len(ids), l)).astype(np.float64)
         experts = trace.expert_ids[order, l]
         _leave_out(weights.indptr, weights.indices, weights.data, groups, row[order], first, experts, len(ids), part)
-        out[:, l * E : (l + 1) * E] = part / (L * K) - centre * mean_rate[l * E : (l + 1) * E]
+        out[:, l * E : (l + 1) * E] = part / (L * trace.fingerprint.top_k) - centre * mean_rate[l * E : (l + 1) * E]
     return out
 
 
@@ -233,12 +232,12 @@ def _leave_out(indptr, indices, weights, groups, row, first, experts, rows, out)
 
 def _average_routing(trace: RoutingTrace, toward: np.ndarray, mean_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The routed token ids (U,) and their average routing minus the mean, projected on `toward` (L * E, D): (U, D)."""
-    L, E, K = trace.fingerprint.num_layers, trace.fingerprint.num_experts, trace.fingerprint.top_k
+    L, E = trace.fingerprint.num_layers, trace.fingerprint.num_experts
     ids, row, occurrences = np.unique(trace.token_ids, return_inverse=True, return_counts=True)
     out = -np.outer(occurrences, mean_rate @ toward)
     for l in range(L):
         counts = _layer_counts(trace, row.ravel().astype(np.int64), len(ids), l)
-        out += counts @ toward[l * E : (l + 1) * E] / (L * K)
+        out += counts @ toward[l * E : (l + 1) * E] / (L * trace.fingerprint.top_k)
     return ids, out / (occurrences + UNSEEN)[:, None]
 
 
