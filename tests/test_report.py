@@ -338,7 +338,7 @@ def test_a_plan_of_any_name_that_cannot_be_read_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda d: d / "none", "there is no such directory"),
+        (lambda d: d / "none", "is not a directory"),
         (lambda d: d, "holds no plan"),
         (lambda d: (save(d, trace_of()), (d / "plan-tp" / "plan.safetensors").write_bytes(b"x"), d)[-1], "damaged"),
         (lambda d: (save(d, trace_of()), (d / "plan-tp" / "plan.safetensors").unlink(), d)[-1], "missing"),

@@ -36,7 +36,7 @@ def report(
     beside = directory.resolve().with_name(f"{directory.resolve().name}-report.html")
     page = out or (beside if is_plan(directory) else directory / "report.html")
     if not directory.is_dir():
-        raise ValueError(f"{directory}: there is no such directory")
+        raise ValueError(f"{directory} is not a directory")
     read = [directory] if is_plan(directory) else [one for one in directory.iterdir() if one.suffix != ".html"]
     check_output(page, force=True, inputs=read)  # a report is made again from the same directory
     written = write(directory, page, f"semmoe report {directory}" + (f" --out {out}" if out else ""))

@@ -67,7 +67,7 @@ def gather(folder: Path, page: Path | None = None) -> Inputs:
     Raises ValueError if no plan can be read.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: there is no such directory")
+        raise ValueError(f"{folder} is not a directory")
     inputs = Inputs(folder=folder)
     for path in _entries(folder, inputs):
         if page is None or path.resolve() != page.resolve():

@@ -29,7 +29,7 @@ class Written:
 
 
 def write(folder: Path, out: Path, command: str = "") -> Written:
-    """Write one page from everything in `folder`; raises ValueError if there is no plan, or too much for one page."""
+    """Write one page from everything in `folder`. Raises ValueError without a plan, or beyond MAX_PAGE_BYTES."""
     inputs = gather(folder, page=out)
     html, cards = render(inputs, command or f"semmoe report {folder}")
     content = html.encode()

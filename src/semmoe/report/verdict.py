@@ -1,4 +1,4 @@
-"""The verdict on each plan: what was predicted, for which links, and what was measured."""
+"""The verdict on each plan: the prediction with its links, and the measurement."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Pair:
 
 
 def measured_pair(inputs: Inputs, plan: PlanFile) -> Pair | None:
-    """The run of `plan`, and vanilla's on the same tokens; None where one of them is missing.
+    """Return the runs of `plan` and of vanilla on the same tokens; None if either run is missing.
 
     A run that names its plan by hash must name this plan. One without a hash counts if no other plan has the same
     attention.
@@ -128,7 +128,7 @@ def _warnings(plan: PlanFile, replayed: Replayed | None) -> list[str]:
     if replayed and limit and round(replayed.plan.load_max_over_mean, 2) > limit:
         warnings.append(
             f"Warning: expert load {replayed.plan.load_max_over_mean:.2f}, the mean over layers, is above the limit of "
-            f"{limit:g} that the plan was solved for: the mix of these requests differs from its profile."
+            f"{limit:g} that the plan was solved for: the requests' mix differs from its profile."
         )
     if plan.expected is not None and plan.expected.scheduled_by_answers:
         requests = words.count(plan.expected.scheduled_by_answers, "request")

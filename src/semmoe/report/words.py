@@ -36,13 +36,13 @@ def count(number: int, what: str) -> str:
 
 
 def name(text: object, longest: int = MAX_NAME) -> str:
-    """Text from a file on one line: at most `longest` characters, all of them printable."""
+    """Return text from a file on one line: at most `longest` characters, all printable."""
     line = "".join(c if c.isprintable() else " " for c in str(text)).strip()
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def links(note: LinksNote) -> str:
-    """Links by name, how they are known, and what a row of their all-to-all is."""
+    """Return the name of links, the kind of their source, and the rows of their all-to-all."""
     return f"{name(note.name)} ({name(note.kind)}, a row {name(note.all_to_all).replace('-', ' ')})"
 
 
