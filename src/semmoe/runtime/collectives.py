@@ -42,10 +42,9 @@ def timed(seconds: Counter[str], kind: str) -> Iterator[None]:
 class Communicator:
     """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver.
 
-    `messages` are those this rank has sent to others, `rounds` the times it waited for others before it could go on:
-    what a layer costs where latency counts, not bytes. `seconds` is the time that it waited, including for slower
-    ranks, by the host's clock. It is correct on a CPU and meaningless with NCCL. Not thread-safe, since `staging`
-    reuses its memory.
+    `messages` counts messages sent to others, and `rounds` waits for others: the cost of a layer where latency counts,
+    not bytes. `seconds` is the time that this rank waited, including for slower ranks, by the host's clock: correct on
+    a CPU and meaningless with NCCL. Not thread-safe, since `staging` reuses its memory.
     """
 
     group: dist.ProcessGroup | None
@@ -86,7 +85,7 @@ class Communicator:
             counter.clear()
 
     def count_round(self, kind: str, messages: int) -> None:
-        """Count one of torch's own collectives, in which this rank sends so many messages."""
+        """Count a collective of torch, in which this rank sends `messages` messages."""
         self.messages[kind] += messages
         self.rounds[kind] += self.size > 1
 
@@ -136,7 +135,7 @@ class Communicator:
         gloo's own reduce-scatter is an all-reduce of everything; an all-to-all and a local sum sends half as much.
         """
         rows, shape = slices.shape[0] // self.size, slices.shape[1:]
-        if rows == 0:  # on every rank alike
+        if rows == 0:  # the same on every rank
             return slices.new_empty((0, *shape))
         self.sent["reduce_scatter"] += (self.size - 1) * rows * slices[:1].numel() * slices.element_size()
         if self.backend == "nccl":

@@ -1,4 +1,4 @@
-"""From logical to physical experts on an engine's device: the plan's copy choice for the tokens of one rank.
+"""Map logical to physical experts on an engine's device: the plan's copy choice for the tokens of a rank.
 
 A pure function of a token's expert ids with static shapes, registered as an operator of torch, so that engines may
 compile or capture what calls it. numba runs it on the CPU, one Triton program per token on a GPU.
@@ -21,7 +21,7 @@ from semmoe.tokens.copychoice import nearest_copies, preferred_copies
 class RankCopies:
     """The copies of a layer's experts that tokens on one rank may use."""
 
-    ranks: Tensor  # (E, X) int16: the ranks of these copies, padded with -1
+    ranks: Tensor  # (E, X) int16: the rank of each copy, padded with -1
     physical: Tensor  # (E, X) int32: their physical ids
     preferred: Tensor  # (E,) int16: the rank whose copy is used first
     source: int
@@ -32,7 +32,7 @@ class RankCopies:
         return replace(self, **tables)
 
     def padded(self, width: int) -> "RankCopies":
-        """The same choice in tables of at least so many copies (X), as those have that a captured graph reads."""
+        """Return the same choice in tables of at least `width` copies (X), the width that a captured graph reads."""
         missing = max(width - self.ranks.shape[1], 0)
         ranks, physical = (torch.nn.functional.pad(t, (0, missing), value=-1) for t in (self.ranks, self.physical))
         return replace(self, ranks=ranks, physical=physical)

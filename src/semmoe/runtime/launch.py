@@ -52,7 +52,7 @@ def run_ranks(
 
 
 def _end_forkserver() -> None:
-    """Kill the process that forks ranks, which may still be importing and would fork a rank that nobody waits for."""
+    """Kill the process that forks ranks, which may still be importing and would then fork an orphaned rank."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         with contextlib.suppress(ProcessLookupError):

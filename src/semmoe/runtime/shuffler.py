@@ -103,8 +103,7 @@ class PathSlices(Slicer):
     def observe(self, layer: int, expert_ids: Tensor) -> None:
         """Observe the experts, which count for later layers and later tokens.
 
-        A pass in which a slot has several tokens is observed after its last layer, since their contributions do not
-        depend on each other.
+        A pass in which a slot has several tokens is observed after its last layer: their contributions are independent.
         """
         turns = self._rows.turns
         if turns is None:

@@ -1,4 +1,4 @@
-"""Count the traffic of one rank on its device, without waiting for it: `metrics.Traffic` of one rank."""
+"""Count the traffic of a rank (`metrics.Traffic`) on its device, without waiting for the device."""
 
 from typing import NamedTuple
 
@@ -26,8 +26,7 @@ class Totals(NamedTuple):
 class TrafficCounter:
     """Totals of the tokens whose home is this rank. `count` may be captured in a CUDA graph.
 
-    gathers: every row is sent to every rank, whatever its experts are. num_nodes: rank g is on node
-    g // (size // num_nodes).
+    gathers: every row goes to every rank, whatever its experts. num_nodes: rank g is on node g // (size // num_nodes).
     """
 
     counts = True
@@ -36,7 +35,8 @@ class TrafficCounter:
         self, size: int, rank: int, device: str | torch.device = "cpu", gathers: bool = False, num_nodes: int = 1
     ) -> None:
         assert size % num_nodes == 0, f"{size} ranks on {num_nodes} nodes"
-        self.size, self.rank, self._gathers = size, rank, gathers
+        self.size, self.rank = size, rank
+        self._gathers = gathers
         self._width = size // num_nodes  # ranks per node
         self._pairs = torch.zeros(size, dtype=torch.int64, device=device)  # by the rank that computes them
         self._rows = torch.zeros(size, dtype=torch.int64, device=device)
@@ -46,14 +46,15 @@ class TrafficCounter:
     def count(self, expert_ids: Tensor, per_rank: int = 1, real: Tensor | None = None) -> None:
         """Count the rank that computes each chosen expert (n, K), of which every rank has `per_rank`; -1: none.
 
-        real (): only so many of the first rows are tokens.
+        real (): the number of leading rows that are tokens; None: all rows.
         """
         totals = self._pairs, self._rows, self._node_rows, self._tokens
         kernels.of(expert_ids.device).count(expert_ids, per_rank, self._width, real, *totals)
 
     def totals(self) -> Totals:
-        """What was counted so far. Waits for the device."""
-        tokens, rows, nodes = int(self._tokens), self._rows.tolist(), self._node_rows.tolist()
+        """Return the totals so far. Waits for the device."""
+        tokens = int(self._tokens)
+        rows, nodes = self._rows.tolist(), self._node_rows.tolist()
         if self._gathers:
             rows, nodes = [tokens] * self.size, [tokens] * len(nodes)
         rows[self.rank] = nodes[self.rank // self._width] = 0

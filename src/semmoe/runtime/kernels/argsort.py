@@ -50,7 +50,7 @@ def order_of_real(ranks: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tenso
 
 @triton.jit(do_not_specialize=["rows"])
 def histogram_kernel(ranks, before, rows, size, blocks, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """Write the number of one block's rows of each rank to before (size, blocks)."""
+    """Write the number of rows of each rank in a block to before (size, blocks)."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bins = tl.arange(0, BINS)
     ids = tl.load(ranks + i, mask=i < rows, other=0).to(tl.int32)
@@ -87,7 +87,7 @@ def scatter_kernel(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Sort a block by (rank, row), so that rows of one rank are consecutive; then write every run to its places."""
+    """Sort a block by (rank, row), so that rows of a rank are consecutive; then write every run to its places."""
     start = tl.program_id(0) * BLOCK
     local, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
     valid = start + local < rows

@@ -12,9 +12,10 @@ from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_
 
 WARP_TILE = 128, 1024  # scores for a warp: at least, up to eight warps of a program, and where it has more
 
-_LOWEST = tl.constexpr(LOWEST)
-_FIRST_STEP, _STEP_DECAY, _PRICE_STEPS = tl.constexpr(FIRST_STEP), tl.constexpr(STEP_DECAY), tl.constexpr(PRICE_STEPS)
-_BUCKETS, _FINE_BITS, _COARSE = tl.constexpr(BUCKETS), tl.constexpr(FINE_BITS), tl.constexpr(2 << FINE_BITS)
+_LOWEST, _BUCKETS = tl.constexpr(LOWEST), tl.constexpr(BUCKETS)
+_FIRST_STEP, _STEP_DECAY = tl.constexpr(FIRST_STEP), tl.constexpr(STEP_DECAY)
+_PRICE_STEPS = tl.constexpr(PRICE_STEPS)
+_FINE_BITS, _COARSE = tl.constexpr(FINE_BITS), tl.constexpr(2 << FINE_BITS)
 
 
 def assign(scores: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def cover_kernel(
     EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """Write the physical ids of one token's experts."""
+    """Write the physical ids of a token's experts."""
     k, g = tl.arange(0, EXPERTS), tl.arange(0, RANKS)
     at = tl.program_id(0).to(tl.int64) * K + k
     ids = tl.load(expert_ids + at, mask=k < K, other=-1).to(tl.int64)
@@ -70,7 +70,7 @@ def cover_kernel(
     found = (chosen < 0) & (tl.min(distance, 1) < num_ranks)
     chosen = tl.where(found, tl.argmin(distance, 1), chosen)
     left = held * (chosen < 0)[:, None].to(tl.int32)
-    while tl.max(tl.max(left, 1), 0) > 0:  # each turn takes a rank that holds some of what is left
+    while tl.max(tl.max(left, 1), 0) > 0:  # each turn takes a rank that holds some of the experts left
         score = (tl.sum(left * (K + 1) + left * liked, 0) + 1) * num_ranks - away
         best = tl.argmax(tl.where(g < num_ranks, score, -1), 0)
         taken = tl.sum(left * (g == best)[None, :].to(tl.int32), 1) > 0

@@ -15,8 +15,8 @@ TILE = 256  # rows times ranks, or times experts of a token, of a program
 SETTLED = (RUNNING_PRIOR + RUNNING_LIMIT).bit_length() - 1  # the last weight of a running mean is 2**SETTLED
 assert RUNNING_PRIOR + RUNNING_LIMIT == 1 << SETTLED
 
-_SETTLED = tl.constexpr(SETTLED)
-_FRACTION, _LIMIT, _PRIOR = tl.constexpr(FRACTION), tl.constexpr(RUNNING_LIMIT), tl.constexpr(RUNNING_PRIOR)
+_FRACTION, _SETTLED = tl.constexpr(FRACTION), tl.constexpr(SETTLED)
+_LIMIT, _PRIOR = tl.constexpr(RUNNING_LIMIT), tl.constexpr(RUNNING_PRIOR)
 
 
 def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor, decoding: Tensor) -> Tensor:
@@ -51,10 +51,10 @@ def observe_in_turn(
     if tokens:
         sums = torch.empty((layers, tokens, ranks), dtype=torch.int32, device=rows.device)
         (programs,), block = _blocks(tokens, ranks)
-        told = turns.rows, expert_ids.contiguous(), tokens, batch, ranks, rows.shape[1], top_k, block.pop("WIDTH")
-        sums_kernel[(programs, layers)](sums, rows, *told, **block)
+        shared = turns.rows, expert_ids.contiguous(), tokens, batch, ranks, rows.shape[1], top_k, block.pop("WIDTH")
+        sums_kernel[(programs, layers)](sums, rows, *shared, **block)
         states = running, previous, seen, running.shape[1], turns.slots, turns.first
-        in_turn_kernel[(len(turns.slots), layers)](sums, rows, *states, *told, num_warps=1)
+        in_turn_kernel[(len(turns.slots), layers)](sums, rows, *states, *shared, num_warps=1)
 
 
 def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
@@ -141,8 +141,9 @@ def sums_kernel(
     sums, rows, order, expert_ids, tokens, batch, ranks, table, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a layer's rows add up to for each token, in the order of turns."""
-    t, g, layer = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :], tl.program_id(1)
+    """Sum a layer's rows for each token, in the order of turns."""
+    t, g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
+    layer = tl.program_id(1)
     valid = t < tokens
     mask = valid[:, None] & (g < ranks)
     token = layer * batch + tl.load(order + t, mask=valid, other=0)
@@ -187,7 +188,7 @@ def in_turn_kernel(
 
 @triton.jit(do_not_specialize=["number"])
 def by_weight_kernel(out, expert_ids, weights, number, TOP_K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """An expert's place is the number of those before it; a weight that is no number comes first, as in torch."""
+    """Sort experts by falling weight: a place is the number of experts before it. NaN comes first, as in torch."""
     t, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
     valid = t < number
     mask, at = valid[:, None] & (k < TOP_K), t[:, None] * TOP_K + k

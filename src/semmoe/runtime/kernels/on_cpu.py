@@ -38,8 +38,7 @@ def score(
 def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor, decoding: Tensor) -> Tensor:
     """(B, G) int32 to add to the scores of tokens, by one layer's rows (2 * E + 1, G) and states (slots, G).
 
-    decoding (B,) bool: tokens that were decoded. Tokens of a prompt run together, so that the routing of the tokens
-    before them is not yet known.
+    decoding (B,) bool: decoded tokens. A prompt's tokens run together, so the routing of earlier ones is not yet known.
     """
     out = torch.empty((len(slots), rows.shape[1]), dtype=torch.int32)
     _contribution(*_arrays(out, rows[-1], running, previous, slots, decoding))

@@ -1,8 +1,8 @@
 """Scores of `semmoe.tokens.slices` as Triton kernels: one program per block of tokens.
 
 Shapes are static, nothing waits for the device, and only the results are allocated, so that both can be captured in a
-graph. Results are bitwise equal to those of `on_cpu`. The number of tokens is not specialised: Triton
-would compile passes of one token, and of multiples of 16, anew while requests wait, and what is 1 is a constant then.
+graph. Results are bitwise equal to those of `on_cpu`. The number of tokens is not specialised: otherwise Triton would
+compile again, while requests wait, for a single token (then a constant) and for multiples of 16.
 """
 
 from collections.abc import Sequence

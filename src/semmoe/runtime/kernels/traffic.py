@@ -13,7 +13,7 @@ def count(
 ) -> None:  # fmt: skip
     """Add (n, K) ids to pairs (R,), rows (R,), node_rows (D,) and tokens (), int64; width: ranks of a node.
 
-    real (): only so many of the first rows count.
+    real (): the number of leading rows that count; None: all rows.
     """
     number, top_k = expert_ids.shape
     size, experts = triton.next_power_of_2(len(rows)), triton.next_power_of_2(top_k)
