@@ -20,7 +20,7 @@ from semmoe.topology import Topology
 
 @dataclass(frozen=True)
 class CopyChoice:
-    """The copy choice of one layer."""
+    """The copy choice of a layer."""
 
     preferred: np.ndarray  # (G, E) int16: the rank whose copy each source rank uses first
     copies: np.ndarray | None = None  # (E, X) int16: the ranks with copies, padded with -1; None: the rule is static
@@ -88,7 +88,7 @@ def nearest_copies(ranks: np.ndarray, source: int, node_of: np.ndarray) -> np.nd
 
 @njit(nogil=True)
 def cover(expert_ids, copies, source, num_ranks):
-    """Choose by the rule `cover` for tokens of one rank: (B, K) int64 physical ids for experts (B, K), -1 for -1.
+    """Choose physical ids (B, K) int64 for the experts (B, K) of a rank's tokens by the rule `cover`; -1 stays -1.
 
     copies: ranks (E, X) and physical ids (E, X) of the nearest ones, padded with -1; the preferred rank (E,).
     """

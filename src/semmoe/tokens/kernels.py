@@ -8,7 +8,7 @@ import numpy as np
 
 from semmoe.numeric.jit import njit
 
-SCALE = 2048  # table units of one expected expert
+SCALE = 2048  # table units per expected expert
 RUNNING_PRIOR, RUNNING_LIMIT = 8, 24  # tokens: initial weight of the running mean, and the maximum added to it
 FRACTION = 8  # fractional bits of the running mean, below a table unit
 CHUNK = 512  # tokens that are assigned together, on a GPU by one program
@@ -93,7 +93,8 @@ def assign(rows):
     size = max(-(-tokens // slices), 1)
     scores, prices, step = _start(rows)
     pick, best = np.zeros(tokens, np.int16), np.empty(tokens, np.int32)
-    counts, kept, every = np.zeros(slices, np.int64), prices.copy(), np.ones(slices, np.bool_)
+    counts, every = np.zeros(slices, np.int64), np.ones(slices, np.bool_)
+    kept = prices.copy()  # the prices of the best round so far
     least = tokens + 1
     for i in range(PRICE_STEPS + 1):
         _choose(scores, prices, every, pick, best)
@@ -121,7 +122,8 @@ def assign(rows):
 def _start(rows):
     """Scores (S, B), initial prices (S,), which are mean scores above the lowest slice's, and the first price step."""
     tokens, slices = rows.shape
-    scores, totals, spread = np.empty((slices, tokens), np.int32), np.zeros(slices, np.int64), np.int64(0)
+    scores, totals = np.empty((slices, tokens), np.int32), np.zeros(slices, np.int64)
+    spread = np.int64(0)  # sum of each token's highest score less its lowest
     high, low = np.full(tokens, LOWEST, np.int32), np.full(tokens, -(LOWEST + 1), np.int32)
     lowest = np.int64(1 << 62)  # of the totals; their minimum by NumPy takes half a second to compile
     for s in range(slices):

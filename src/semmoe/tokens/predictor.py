@@ -34,7 +34,7 @@ from semmoe.tokens.slices import Looks, PathScores
 from semmoe.traces.affinity import resolve_tokens
 from semmoe.traces.split import draw_requests
 
-MAX_COLUMNS = 3000  # most columns of one layer's regression for the path
+MAX_COLUMNS = 3000  # most columns of a layer's regression for the path
 # (look-back, ordered planes) to try
 SHAPES = ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 2), (5, 2))
 RIDGES = (10.0, 100.0, 1000.0)
@@ -187,7 +187,7 @@ def project(
 
 
 def _project_layer(fitted: LayerFit, hosts: np.ndarray, counts, top_k: int, path_rows: int):
-    """Token rows (N + 1, G) int8 and their shift, path rows (F, G) and history rows (2E + 1, G) int16 of one layer.
+    """Token rows (N + 1, G) int8 and their shift, path rows (F, G) and history rows (2E + 1, G) int16 of a layer.
 
     counts (N + 1, E): of the token ids that occur, and zeros.
     """

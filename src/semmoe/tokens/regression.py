@@ -1,6 +1,6 @@
 """The least squares behind `tokens.predictor`: one layer's regression, its normal equations and its predictions.
 
-Letters beside core's: A one-hot columns of a row, C all one-hot columns, F those of them for the path.
+Letters beside core's: A one-hot columns of a row, C all one-hot columns, F one-hot columns for the path.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ TOKEN_PRIOR = 4.0  # pseudo-occurrences of the layer's shares that are mixed int
 
 @dataclass(frozen=True)
 class Design:
-    """One layer's regression: active[n] lists the one-hot columns of row n, the last K of them the targets."""
+    """One layer's regression: active[n] lists the one-hot columns of row n; the last K are the targets."""
 
     dense: np.ndarray  # (N, 2E) float32: token shares and running mean, less the mean
     active: np.ndarray  # (N, A) int32, -1 padded
@@ -102,7 +102,7 @@ def _running_means(experts, offsets, history, mean):
 
 @njit(nogil=True)
 def _one_hot_products(dense, active, size):
-    """Inner products of one-hot columns with each other (size, size) and with the dense ones (size, 2E)."""
+    """Multiply the one-hot columns with each other (size, size) and with the dense columns (size, 2E)."""
     both, mixed = np.zeros((size, size)), np.zeros((size, dense.shape[1]))
     for n in range(active.shape[0]):
         for i in range(active.shape[1]):
@@ -117,7 +117,7 @@ def _one_hot_products(dense, active, size):
 
 
 def products(design: Design) -> tuple[np.ndarray, np.ndarray]:
-    """X'X (columns + 2E, square) and X'Y (columns + 2E, E) of one layer's regression."""
+    """X'X (columns + 2E, square) and X'Y (columns + 2E, E) of a layer's regression."""
     C, E = design.columns, design.num_experts
     both, mixed = _one_hot_products(design.dense, design.active, C + E)
     square = np.block([[both[:C, :C], mixed[:C]], [mixed[:C].T, (design.dense.T @ design.dense).astype(np.float64)]])

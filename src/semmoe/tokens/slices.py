@@ -62,12 +62,10 @@ class ByPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Looks:
-    """Which experts of a token a layer's prediction looks at, in planes of K ids: those chosen at the layers before,
-    nearest first. The first layer has none.
-    """
+    """The planes that a prediction reads: a token's K experts at each earlier layer, nearest first; none at layer 0."""
 
-    lookback: int  # planes of layers before, as far as there are so many
-    ordered: int  # so many of the first planes have one row per place in the order of weights
+    lookback: int  # the number of planes; early layers have fewer
+    ordered: int  # the number of leading planes that have one row per place in the order of weights
 
     def number(self, layer: int) -> int:
         """J, the number of planes at a layer."""
@@ -84,11 +82,9 @@ class Looks:
 
 @dataclass(frozen=True, kw_only=True)
 class PathScores(Checked):
-    """Token policy of the path predictor: tables whose rows sum to the number of a token's experts expected on each
-    rank.
+    """Token policy of the path predictor: tables whose rows sum to a token's expected number of experts on each rank.
 
-    Values are integers in units of 1 / SCALE, so that every device and backend computes the same bits.
-    `tokens.predictor` says what the rows mean.
+    Values are integers in units of 1 / SCALE: all devices compute the same bits. `tokens.predictor` explains the rows.
     """
 
     kind: ClassVar[str] = "path-scores"
@@ -110,12 +106,13 @@ class PathScores(Checked):
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be; raises ValueError for a look-back that does not fit."""
-        f, G, V = fingerprint, topology.ep_size, fingerprint.vocab_size
-        L, E, lookback, ordered = f.num_layers, f.num_experts, self.lookback, self.ordered
+        L, E = fingerprint.num_layers, fingerprint.num_experts
+        G, V = topology.ep_size, fingerprint.vocab_size
+        lookback, ordered = self.lookback, self.ordered
         if lookback > L or ordered > lookback:
             raise ValueError(f"lookback {lookback} with {ordered} ordered is out of range")
         rows = self.token_scores.shape[1] if self.token_scores.ndim == 3 else 0
-        path_rows = self.looks.rows(f.top_k, E)
+        path_rows = self.looks.rows(fingerprint.top_k, E)
         return {
             "token_rows": Declared((V + 1,), np.int32, 0, rows - 1),
             "token_source": Declared((V + 1,), np.uint8, 0, NEIGHBOUR),
