@@ -221,9 +221,9 @@ def test_an_empty_array_and_no_file_at_all(tmp_path):
     (tmp_path / "d.json").write_text("[]")
     with pytest.raises(ValueError, match="holds no prompt"):
         load_dataset(tmp_path / "d.json")
-    with pytest.raises(ValueError, match="there is no dataset file"):
+    with pytest.raises(ValueError, match="no dataset file"):
         load_dataset(tmp_path / "absent.jsonl")
-    with pytest.raises(ValueError, match="there is no dataset file"):
+    with pytest.raises(ValueError, match="no dataset file"):
         load_dataset(tmp_path)
 
 
@@ -522,7 +522,7 @@ def test_token_ids_outside_the_vocabulary_and_lone_surrogates_are_left_out(token
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([], "there is no prompt"),
+        ([], "there are no prompts"),
         ([[1], []], "prompt 1 holds no token"),
         ([[1], [2, 5, 3]], "token id 5 is out of range for 5 vocabulary entries"),
         ([[4, -1, 0]], "token id -1 is out of range"),

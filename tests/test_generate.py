@@ -286,7 +286,7 @@ def test_wrong_input_is_refused_before_any_process_starts(checkpoints):
     up = gen.Configuration(name="x", plan=plan)
     with pytest.raises(ValueError, match="token id 5000 is out of range"):
         gen.generate(path, [[1, 5000]], [up], SETTINGS)
-    with pytest.raises(ValueError, match="there is no prompt"):
+    with pytest.raises(ValueError, match="there are no prompts"):
         gen.generate(path, [], [up], SETTINGS)
     with pytest.raises(ValueError, match="holds no token"):
         gen.generate(path, [[1], []], [up], SETTINGS)

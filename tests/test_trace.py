@@ -220,7 +220,7 @@ def test_an_unfilled_or_missing_trace_says_so(tmp_path):
     TraceWriter(tmp_path / "new", HEADER)
     with pytest.raises(ValueError, match="holds no shard yet"):
         open_trace(tmp_path / "new")
-    with pytest.raises(ValueError, match="there is no trace at"):
+    with pytest.raises(ValueError, match="no trace at"):
         open_trace(tmp_path / "absent")
     (tmp_path / "new" / "trace.json").unlink()
     with pytest.raises(ValueError, match=r"trace\.json is missing"):

@@ -69,7 +69,7 @@ class LeftOut:
 def read_prompts(path: Path, left_out: LeftOut) -> Iterator[Prompt]:
     """Yield the prompts of a file, and count its records. Raises ValueError for a file that is not read at all."""
     if not path.is_file():
-        raise ValueError(f"there is no dataset file at {path}")
+        raise ValueError(f"no dataset file at {path}")
     suffix = _suffix(path)
     if suffix in TABLES:
         convert = 'convert it to jsonl first, one {"prompt": "..."} per line'
@@ -220,7 +220,7 @@ def _for_template(message: dict[str, Any], template: str) -> dict[str, Any]:
 def check_token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Raise ValueError unless there is a prompt, no prompt is empty, and all ids are in the vocabulary."""
     if not prompts:
-        raise ValueError("there is no prompt")
+        raise ValueError("there are no prompts")
     empty = [i for i, prompt in enumerate(prompts) if len(prompt) == 0]
     if empty:
         raise ValueError(f"prompt {empty[0]} holds no token")

@@ -39,7 +39,7 @@ class Prompt:
 
 
 def prompts_of(row: Any) -> list[Prompt]:
-    """Return the prompts of one record; a completion request may hold several. Raises UnusableError."""
+    """Return the prompts of a record; a completion request may hold several. Raises UnusableError."""
     if not isinstance(row, dict):
         raise UnusableError("not a JSON object")
     body = row.get("body") or (row.get("params") if "custom_id" in row else None)  # OpenAI's and Anthropic's batches

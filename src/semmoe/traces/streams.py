@@ -28,7 +28,7 @@ from semmoe.traces.trace import (
 )
 
 MOST_IDS = 1 << 27  # expert ids of a trace that is read whole
-Progress = Callable[[int], None]  # told how many routed tokens are done since it was told last
+Progress = Callable[[int], None]  # called with the number of routed tokens done since the last call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class Merged:
 def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens: None) -> Merged:
     """Write the requests of several trace directories to another one, readable by its owner only.
 
-    They were recorded at the same time, each in order of ends: so they are interleaved, each as evenly as it goes, lest
-    the newest requests of the joined trace be those of the last one. Raises ValueError if they are of different models.
+    The traces were recorded at the same time, each in the order in which requests ended. So they are interleaved as
+    evenly as possible: the newest requests come from all traces. Raises ValueError if their models differ.
     """
     check_output(out, directory=True, inputs=traces)
     headers = [read_header(path) for path in traces]
@@ -89,7 +89,7 @@ def check_tokens(path: Path, name: str) -> None:
 
 
 def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, Any]:
-    """What a trace directory or .npz file holds, read shard by shard.
+    """Describe a trace directory or .npz file, read shard by shard.
 
     Raises ValueError if too many of its tokens name an expert twice in a layer.
     """

@@ -71,7 +71,7 @@ def held_out_prompts(per_domain: int, chars: int = 800) -> list[tuple[str, str, 
     """
     by_domain = []
     for domain, documents in held_out_documents().items():
-        turns = [[(domain, name, chunk) for chunk in chunks(text, chars)] for name, text in documents.items()]
-        mixed = [turn[i] for i in range(max(map(len, turns), default=0)) for turn in turns if i < len(turn)]
+        queues = [[(domain, name, chunk) for chunk in chunks(text, chars)] for name, text in documents.items()]
+        mixed = [queue[i] for i in range(max(map(len, queues), default=0)) for queue in queues if i < len(queue)]
         by_domain.append(mixed[:per_domain])
     return [prompts[i] for i in range(per_domain) for prompts in by_domain if i < len(prompts)]

@@ -177,7 +177,7 @@ def read_header(path: Path) -> TraceHeader:
 def read_parts(path: Path) -> Iterator[RoutingTrace]:
     """Read a trace directory shard by shard, for traces that are larger than memory; an `.npz` file has one part."""
     if not path.exists():
-        raise ValueError(f"there is no trace at {path}")
+        raise ValueError(f"no trace at {path}")
     if path.is_dir():
         fingerprint = read_header(path).fingerprint
         for shard in shard_paths(path):
