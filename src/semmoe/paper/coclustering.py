@@ -1,9 +1,8 @@
 """The paper's Algorithm 1: alternate between placing experts and scheduling data, so that both share a rank.
 
-`docs/reading-the-paper.md` states how its unspecified and misprinted parts are interpreted. For attention-DP the data
-are requests, all layers together, since a request has one rank; for attention-TP they are token types weighted by
-frequency, layer by layer; hybrid does the first over groups, then the second inside each group. Letters here, beside
-core's legend: N data items (requests or token types), C clusters.
+`docs/reading-the-paper.md` interprets its unspecified and misprinted parts. For attention-DP the data are requests, all
+layers together, since a request has one rank. For attention-TP they are token types weighted by frequency, layer by
+layer. Hybrid does the first over groups, then the second inside each. Letters beside core's: N data items, C clusters.
 """
 
 import warnings
@@ -217,7 +216,8 @@ def _request_schedule(flat, pull, quota, order, alpha, beta):
             cosine = along / np.sqrt(max(norm * squares[c], 1e-30))
             score = alpha * cosine + beta * pull[n, c]
             if score > best:
-                best, chosen, along_best = score, c, along
+                best, along_best = score, along
+                chosen = c
         labels[n] = chosen
         filled[chosen] += quota[n]
         if alpha != 0.0:
