@@ -34,12 +34,12 @@ def card(report: dict) -> str:
         "",
         f"The standard library of Python {report['python']} (PSF licence) with its language reference",
         "(`pydoc_data.topics`), and prompts under MIT (MMLU, GSM8K, MBPP, HumanEval) and Apache-2.0 (FIDBench",
-        "chats). By source, after removing what is held out and paragraphs that repeat:",
+        "chats). By source, without held-out texts and repeated paragraphs:",
         "",
         *[f"- {source}" for source in report["sources"]],
         "",
         "Held out of training, whole: the modules and topics listed in `src/semmoe/traces/texts.py` "
-        f"({sum(map(len, HELD_OUT.values()))} of them), and any paragraph of theirs that stands elsewhere; "
+        f"({sum(map(len, HELD_OUT.values()))} in all), and any paragraph of theirs that stands elsewhere; "
         f"MMLU subjects {', '.join(sorted(HELD_OUT_SUBJECTS))}; every tenth FIDBench chat.",
         "",
         "## Training loss",
