@@ -61,9 +61,8 @@ def replicate_experts(weight: np.ndarray, num_physical: int) -> tuple[np.ndarray
 def improve_assignment(value, work, capacity, groups, sweeps):
     """Increase the sum of value[r, groups[r]] by moves and swaps, with at most capacity (D,) work per group.
 
-    value, work (R, D): what request r gains and costs in group d; groups (R,) is changed in place. Work beyond capacity
-    is reduced first, so a feasible start stays feasible. Each sweep tries as swap partners the PARTNERS requests of a
-    group that would gain most: all requests of small groups, at a cost linear in R.
+    value, work (R, D): gain and work of request r in group d; groups (R,) is changed in place. Work beyond capacity is
+    reduced first, so a feasible start stays feasible. A sweep, linear in R, swaps with the PARTNERS best of a group.
     """
     R, D = value.shape
     load = np.zeros(D)
@@ -135,5 +134,6 @@ def _best_step(r, value, work, capacity, groups, load, partners):
             relief = before - max(0.0, new_a - capacity[a]) - max(0.0, new_b - capacity[b])
             more_relief = relief > best_relief + TOLERANCE
             if more_relief or (relief > best_relief - TOLERANCE and relief > -TOLERANCE and gain > best_gain):
-                best_group, best_partner, best_relief, best_gain = b, q, relief, gain
+                best_group, best_partner = b, q
+                best_relief, best_gain = relief, gain
     return best_group, best_partner
