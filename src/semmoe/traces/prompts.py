@@ -175,7 +175,7 @@ def _message(turn: Any) -> dict[str, Any]:
     role, calls = turn.get("role") or turn.get("from"), turn.get("tool_calls")
     if not isinstance(role, str):
         raise UnusableError("a turn has no role")
-    content = turn["content"] if "content" in turn else turn.get("value")
+    content = turn.get("content", turn.get("value"))
     message: dict[str, Any] = {
         "role": ROLES.get(role.lower(), role),
         "content": "" if calls and content is None else _text(content),
