@@ -31,7 +31,7 @@ def _section(engine: str) -> str:
 
     version = import_module(f"semmoe.engines.{engine}.targets").TRIED
     rows = "".join(f"| {what} | {state} | {_cell(note)} |\n" for what, state, note in support.table(engine))
-    return f"\n## {TITLES[engine]} {version}\n\n| what | state | by |\n|---|---|---|\n{rows}"
+    return f"\n## {TITLES[engine]} {version}\n\n| family or feature | state | test or message |\n|---|---|---|\n{rows}"
 
 
 def _cell(note: str) -> str:
