@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_559, 350, 50
+TOTAL, FILE, FUNCTION = 24_557, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
@@ -25,7 +25,7 @@ ROOMS = {
     "io": 636,
     "numeric": 213,
     "traces": 1187,
-    "tokens": 985,
+    "tokens": 984,
     "requests": 638,
     "placement": 2637,
     "paper": 567,
@@ -34,7 +34,7 @@ ROOMS = {
     "runtime": 2108,
     "checkpoint": 1159,
     "engines": 6406,
-    "live": 2063,
+    "live": 2062,
     "gateway": 349,
     "report": 664,
     "cli": 2520,
