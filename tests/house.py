@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_557, 350, 50
+TOTAL, FILE, FUNCTION = 24_555, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
@@ -27,17 +27,17 @@ ROOMS = {
     "traces": 1187,
     "tokens": 984,
     "requests": 638,
-    "placement": 2637,
+    "placement": 2664,
     "paper": 567,
     "costs": 768,
     "evaluation": 688,
     "runtime": 2108,
     "checkpoint": 1159,
-    "engines": 6406,
+    "engines": 6382,
     "live": 2062,
     "gateway": 349,
     "report": 664,
-    "cli": 2520,
+    "cli": 2515,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -16,14 +16,11 @@ from semmoe.cli import app
 from semmoe.core import Placement
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
-from semmoe.engines.transformers import verify
 from semmoe.engines.transformers.batch import cut
-from semmoe.engines.transformers.config import fingerprint_of, takes_padding
-from semmoe.engines.transformers.planned import check_layout
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
-from semmoe.solver import solve
 from semmoe.topology import Topology
 
 SETTINGS = GenerateSettings(max_new_tokens=6, batch_size=3)
@@ -68,65 +65,18 @@ def reordered(f):
     return replace(vanilla_plan(f, DP), placement=Placement(physical_to_logical_map=rows, num_experts=8, ep_size=2))
 
 
-def run_dp(path, plan, asked):
-    model = models.load_model(path)
-    reference = verify.plain_generate(model, asked, SETTINGS)
-    result = gen.generate(path, asked, [gen.Configuration(name="dp", plan=plan)], SETTINGS)[0]
-    return result, verify.compare_outputs(model, asked, reference, result.outputs)
-
-
-def check_counts(result, plan):
-    """Bytes and rows are those of the tokens that are real, once each."""
-    f = plan.fingerprint
-    rows, row = result.remote_ranks_per_token * result.forward_tokens * f.num_layers, f.hidden_size * 4
-    assert rows == pytest.approx(round(rows))
-    assert rows > 0
-    assert result.sent_bytes["combine"] == pytest.approx(rows * row)
-    assert result.sent_bytes["dispatch"] == pytest.approx(rows * (row + f.top_k * (4 + 4)))
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_generation_on_a_plan_gives_the_plain_models_tokens(checkpoint, trace):
-    plan = solve(trace, DP, replace(EASY, redundant_experts=2))
-    assert (plan.placement.physical_to_logical_map != np.arange(10) % 8).any()
-    result, agreement = run_dp(checkpoint, plan, prompts(1))
-    assert agreement.holds, agreement
-    assert agreement.identical >= len(prompts(1)) - 1
-    check_counts(result, plan)
-
-
-@pytest.mark.dist
-def test_padding_is_neither_sent_nor_counted(tmp_path):
-    """Without compressed attention prompts of any length share a batch, and the model's own layers see padding."""
-    path = build("deepseek_v4", tmp_path, layer_types=["sliding_attention"] * 4)
-    assert takes_padding(models.load_model(path).config)
-    uneven = sorted(prompts(2), key=lambda prompt: prompt[0])
-    plan = reordered(fingerprint_of(path))
-    result, agreement = run_dp(path, plan, uneven)
-    assert agreement.holds, agreement
-    check_counts(result, plan)
-
-
 def test_batches_hold_one_length_where_padding_would_shift_windows(checkpoint):
     lengths = [3, 3, 3, 5, 3]
     batches = cut([[7] * n for n in lengths], 2, 4, models.load_model(checkpoint))
     assert [[len(prompt) for prompt in batch.prompts] for batch in batches] == [[3, 3], [3], [5], [3]]
 
 
-@pytest.mark.parametrize(("attention", "ranks", "groups"), [("tp", 2, None), ("hybrid", 4, 2)])
-def test_attention_tp_is_refused_before_anything_loads(attention, ranks, groups, checkpoint, tmp_path, monkeypatch):
-    plan = vanilla_plan(fingerprint_of(checkpoint), Topology.for_attention(attention, ranks, groups))
+def test_a_model_with_hyper_connections_is_refused_before_anything_loads(checkpoint, monkeypatch):
+    plan = vanilla_plan(fingerprint_of(checkpoint), DP)
     monkeypatch.setattr(gen, "run_ranks", lambda *a, **k: pytest.fail("processes were started"))
-    with pytest.raises(ValueError, match=r"hyper-connections.*attention dp only") as error:
+    with pytest.raises(ValueError, match="'deepseek_v4' has hyper-connections: transformers does not run it") as error:
         gen.generate(checkpoint, prompts(1), [gen.Configuration(name="x", plan=plan)], SETTINGS)
     assert "\n" not in str(error.value)
-
-
-def test_layers_with_hyper_connections_are_never_run_as_others(checkpoint):
-    layer = models.decoder_layers(models.load_model(checkpoint))[0]
-    with pytest.raises(ValueError, match="DeepseekV4DecoderLayer has hyper-connections"):
-        check_layout(layer)
 
 
 @torch.inference_mode()

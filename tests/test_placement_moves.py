@@ -24,7 +24,7 @@ from semmoe.placement.loads import MIXES, draw_mixes, highest, load_gain, make_p
 from semmoe.placement.moves import PROMOTE, REPLACE, SWAP
 from semmoe.placement.problem import Tokens
 from semmoe.placement.replicas import contribute, make_tables
-from semmoe.placement.search import Effort, settle
+from semmoe.placement.search import Effort, Turn, settle
 from semmoe.topology import Topology
 
 SINGLE = [
@@ -284,19 +284,21 @@ def test_no_expert_goes_where_it_costs_more_than_it_gains(redundant, seed):
 def test_the_highest_load_and_what_a_swap_makes_of_it_by_loops(seed, ranks):
     rng = np.random.default_rng(seed)
     mixes, rank_of = rng.random((12, 5)), rng.permutation(np.arange(12) % ranks)
-    prices = make_prices(np.zeros((1, ranks)), mixes, 2.0)
-    loads, load = prices.loads, prices.loads.now
+    prices = make_prices(np.zeros((12, ranks)), mixes, 2.0)
+    slope, load = prices.loads.slope, prices.loads.now
     load[:] = [mixes[rank_of == g].sum(axis=0) for g in range(ranks)]
-    top = highest(loads)
+    top = highest(prices)
     assert top == pytest.approx(load.max(axis=0).mean())
     a, b = 0, next(e for e in range(12) if rank_of[e] != rank_of[0])
     x, y = rank_of[a], rank_of[b]
     swapped = rank_of.copy()
     swapped[a], swapped[b] = y, x
     after = np.stack([mixes[swapped == g].sum(axis=0) for g in range(ranks)]).max(axis=0).mean()
-    others = loads.others[min(x, y), max(x, y)]
-    assert loads.least[min(x, y), max(x, y)] == pytest.approx(max(others.mean(), 1.0))
-    assert load_gain(prices, top, x, y, (a, 1.0), (b, 1.0, 1.0)) == pytest.approx(2 * (top - after))
+    gain = load_gain(prices, top, x, y, (a, 1.0), (b, 1.0, 1.0))
+    assert gain == pytest.approx(2 * (top - after))
+    for g in range(ranks):
+        np.testing.assert_allclose(slope[:, g], mixes[:, load.argmax(axis=0) == g].sum(axis=1) / 5)
+    assert gain <= 2 * (slope[a, x] - slope[a, y] + slope[b, y] - slope[b, x]) + 1e-9
     assert load_gain(prices._replace(load_price=0.0), top, x, y, (a, 1.0), (b, 1.0, 1.0)) == 0
 
 
@@ -321,3 +323,36 @@ def test_prices_are_settled_between_rounds():
     settle(state, 0)
     full = np.bincount(state.home, state.weight, 4)
     assert full.max() < 1.5 * full.mean()
+
+
+@pytest.mark.parametrize(("in_time", "least_gain", "rounds"), [(False, 0.02, 1), (True, 2.0, 2), (True, -np.inf, 5)])
+def test_a_search_ends_when_its_time_is_over_or_a_round_gains_little(monkeypatch, in_time, least_gain, rounds):
+    topology, made, make_moves = Topology(ep_size=4), [], moves._make_moves
+    state, scratch = make_state(random_sets(0, 8, 1), *random_layout(0, 8, 4), topology, uniform_costs(topology))
+    prices = make_prices(np.zeros((8, 4)), np.full((8, 2), 0.5), 0.0)
+    monkeypatch.setattr(moves, "LEAST_GAIN", least_gain)
+    monkeypatch.setattr(moves, "_make_moves", lambda *given: made.append(given) or make_moves(*given))
+    moves.search_moves(state, scratch, prices, Effort(4, 5, 20, 20, 2, 0), True, lambda: in_time)
+    assert len(made) == rounds
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 9999), load_price=st.sampled_from([0.0, 1.0, 20.0]))
+def test_no_move_that_is_dismissed_by_its_bound_is_better(seed, load_price):
+    topology, rng = Topology(ep_size=4), np.random.default_rng(seed)
+    slots, primary = random_layout(seed, 8, 4)
+    state, _ = make_state(random_sets(seed, 8, 1), slots.copy(), primary.copy(), topology, uniform_costs(topology))
+    prices, tables = make_prices(rng.random((8, 4)), rng.random((8, 3)), load_price), make_tables(state)
+    moves._settle(state, tables, 2)
+    moves._spread(state, tables.served, prices)
+    top = highest(prices)
+
+    def gain(p, q):
+        (a, b), (x, y) = slots.ravel()[[p, q]], (p // 2, q // 2)
+        rows = tables.move[p, y] + tables.move[q, x] - tables.twice[p, q]
+        moved = prices.move_cost[[a, b], [x, y]].sum() - prices.move_cost[[a, b], [y, x]].sum()
+        return rows / state.total_weight + moved + load_gain(prices, top, x, y, (a, 1.0), (b, 1.0, 1.0))
+
+    kind, p, q = moves.best_move(state, tables, prices, Turn(top, np.zeros(8, np.int64), 0, np.inf))
+    assert kind == SWAP
+    assert gain(p, q) == pytest.approx(max(gain(p, q) for p in range(8) for q in range(p + 1, 8) if p // 2 != q // 2))

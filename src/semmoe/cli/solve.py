@@ -137,16 +137,11 @@ def solve(
     result = {"plan": str(out), **counts, **gain_of_pass(plan.expected, server.share)}
     if previous is not None:
         result["moved_experts"], result["experts"] = moved_experts(plan, previous)
-    _warn_of_shape(shape)
+    if shape is None:
+        words = "the trace does not say how wide the model is; give --hidden-size and --expert-size"
+        console.warn(f"no time is predicted: {words}")
     _warn_of_load(plan, problem, measure)
     console.tell(as_json, result | {"expected": plan.expected}, lambda: _print(plan, result, how.begin, out))
-
-
-def _warn_of_shape(shape: LayerShape | None) -> None:
-    if shape is None:
-        console.warn(
-            "no time is predicted: the trace does not say how wide the model is; give --hidden-size and --expert-size"
-        )
 
 
 def _print(plan: Plan, result: dict[str, Any], begin: Path | None, out: Path) -> None:

@@ -175,16 +175,6 @@ def cautions(use: Use) -> list[str]:
     return [cell.note for cell in _cells(use) if cell.state is State.reading]
 
 
-def embedded_problems(config: Mapping[str, Any], topology: Topology) -> list[str]:
-    """Why the embedded engine cannot run a model on ranks of this topology; empty if it can, or if layers will tell."""
-    if topology.attn_tp_size == 1 or config.get("hc_mult") is None:
-        return []
-    return [
-        f"a model of type {config.get('model_type')!r} keeps several residual streams per token (hyper-connections), "
-        "which transformers runs on a plan with attention dp only: solve a plan for attention dp"
-    ]
-
-
 def check(use: Use) -> list[str]:
     """Raise ValueError with the first problem, or return the cautions."""
     for problem in problems(use):

@@ -147,7 +147,8 @@ class _Layers:
 
     def _measure(self, layer: int, layouts: list[Layout]) -> list[Measured]:
         sample = self.open[layer][1]
-        out = [_measure(one, sample, self.problem.topology, self.settings, self.costs) for one in layouts]
+        distinct = {id(one): one for one in layouts}.values()  # one layout may be the best at several prices
+        out = [_measure(one, sample, self.problem.topology, self.settings, self.costs) for one in distinct]
         self.problem.progress(0.5 if self.before is None else 1.0)
         return out
 

@@ -148,10 +148,12 @@ def best_homes(state):
         _best_homes_single(state)
         return
     S, K = state.group_size, state.sets.shape[1]
+    G, N = state.price.shape[0], state.near.shape[1]
     servers, cost = np.zeros((S, K), np.int64), np.zeros(S)
-    seen, seen_nodes = np.zeros(state.price.shape[0], np.int64), np.zeros(state.near.shape[1], np.int64)
+    counts, node_counts = np.zeros((S, G), np.int64), np.zeros((S, N), np.int64)
     for u in range(state.sets.shape[0]):
-        charge(state, u, servers, cost, seen, seen_nodes)
+        charge(state, u, servers, cost, counts, node_counts)
+        clear(state, servers, counts, node_counts)
         best = 0
         for s in range(1, S):  # a loop, since argmin takes half a second to compile
             best = s if cost[s] < cost[best] else best
@@ -159,10 +161,10 @@ def best_homes(state):
 
 
 @inlined
-def charge(state, u, servers, cost, seen, seen_nodes):
+def charge(state, u, servers, cost, counts, node_counts):
     """Fill servers (S, K), the ranks that compute the experts of set u for each home of its group, and cost (S,).
 
-    seen (G,), seen_nodes (N,): zero, before and after.
+    Adds the set's experts to counts (S, G) and node_counts (S, N), which were zero: see `clear`.
     """
     (rank, node, pair), f, low = state.costs, state.kind[u], state.group[u] * state.group_size
     for s in range(cost.shape[0]):
@@ -172,14 +174,21 @@ def charge(state, u, servers, cost, seen, seen_nodes):
             y = servers[s, i] = server(state, state.sets[u, i], h)
             m = state.node_of[y]
             total += pair[f, h, y]
-            if seen[y] == 0:
+            if counts[s, y] == 0:
                 total += rank[f, h, y]
-            if seen_nodes[m] == 0:
+            if node_counts[s, m] == 0:
                 total += node[f, h, m]
-            seen[y] = seen_nodes[m] = 1
-        for i in range(servers.shape[1]):
-            seen[servers[s, i]] = seen_nodes[state.node_of[servers[s, i]]] = 0
+            counts[s, y] += 1
+            node_counts[s, m] += 1
         cost[s] = total
+
+
+@inlined
+def clear(state, servers, counts, node_counts):
+    """Set to zero what `charge` counted."""
+    for s in range(servers.shape[0]):
+        for y in servers[s]:
+            counts[s, y] = node_counts[s, state.node_of[y]] = 0
 
 
 @inlined

@@ -29,6 +29,8 @@ FINER_TOKENS, MOST_TOKENS, MOST_SETS = (2048, 128), (1 << 15, 6144), 1 << 14
 FINER_STEPS = 0.8  # of the steps of a rough search
 TENURE = 8  # experts that were moved stay for at least one step per so many experts
 
+InTime = Callable[[], bool]  # whether further work may begin
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProblem:
@@ -116,7 +118,7 @@ class LayerSearch:
         return LayerSearch(replace(problem, tokens=tokens, topology=nodes, costs=(costs,), seed=seed))
 
     def rough(
-        self, load_prices: list[float], labels: np.ndarray | None = None, in_time: Callable[[], bool] = lambda: True
+        self, load_prices: list[float], labels: np.ndarray | None = None, in_time: InTime = lambda: True
     ) -> list[Layout]:
         """Return the best layout found at each price: from all starts at the first, at the others from the best.
 
@@ -126,11 +128,11 @@ class LayerSearch:
         self.found = []
         for layout in self._starts(labels, first, in_time):
             if not self.found or in_time():
-                self.found.append(self._run(self.sample, *layout, first, steps))
+                self.found.append(self._run(self.sample, *layout, first, steps, in_time))
         best = sorted(self.found, key=lambda one: one.total(first))[: self.problem.settings.kept]
         for price, one in product(load_prices[1:], best):
             if in_time():
-                self.found.append(self._run(self.sample, one.slots, one.primary, price, steps))
+                self.found.append(self._run(self.sample, one.slots, one.primary, price, steps, in_time))
         return [min(self.found, key=lambda one: one.total(price)) for price in load_prices]
 
     def _starts(self, labels: np.ndarray | None, load_price: float, in_time) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -192,18 +194,20 @@ class LayerSearch:
         np.add.at(pairs, (sets.experts, sets.group[:, None].astype(np.int64)), sets.weight[:, None])
         return np.repeat(pairs / size, size, axis=1)
 
-    def finer(self, load_prices: list[float], in_time: Callable[[], bool] = lambda: True) -> list[Layout]:
+    def finer(self, load_prices: list[float], in_time: InTime = lambda: True) -> list[Layout]:
         """Return layouts found on more tokens, at each price from the best rough ones; in_time: see `rough`."""
         settings = self.problem.settings
         steps, out = int(FINER_STEPS * settings.steps), []
         for price in load_prices:
             for one in sorted(self.found, key=lambda one: one.total(price))[: settings.kept]:
                 if in_time():
-                    out.append(self._run(self.fine, one.slots, one.primary, price, steps))
+                    out.append(self._run(self.fine, one.slots, one.primary, price, steps, in_time))
         return out
 
-    def _run(self, sets: Sets, slots: np.ndarray, primary: np.ndarray, load_price: float, steps: int) -> Layout:
-        """Search from a layout at a price of load, and return the best layout found."""
+    def _run(
+        self, sets: Sets, slots: np.ndarray, primary: np.ndarray, load_price: float, steps: int, in_time: InTime
+    ) -> Layout:
+        """Search from a layout at a price of load, and return the best layout found; in_time: of further rounds."""
         problem, settings = self.problem, self.problem.settings
         state, scratch = make_state(sets, slots.copy(), primary.copy(), problem.topology, problem.costs)
         effort = Effort(
@@ -216,7 +220,7 @@ class LayerSearch:
         )
         prices = make_prices(self.move_costs, self.mixes, load_price)
         single = not problem.redundant and state.uniform and problem.topology.attn_tp_size > 1
-        cost, load, _ = search_moves(state, scratch, prices, effort, single)
+        cost, load, _ = search_moves(state, scratch, prices, effort, single, in_time)
         return Layout(state.slots, state.primary, cost, load, float(sum_move_costs(state.slots, self.move_costs)))
 
 

@@ -18,8 +18,10 @@ class Loads(NamedTuple):
     """The loads of ranks, and what the highest of them can become."""
 
     now: np.ndarray  # (G, J) load of each rank in each mix
-    others: np.ndarray  # (G, G, J) the highest load of all ranks but x and y, for x < y
-    least: np.ndarray  # (G, G) its mean over mixes, at least 1: no move between x and y brings the load below it
+    top: np.ndarray  # (3, J) the three highest of each mix; -inf where there are fewer ranks
+    rank: np.ndarray  # (2, J) the ranks of the first two
+    # (E, G) by how much at least the highest load, mean over mixes, rises if an expert's whole load comes to a rank
+    slope: np.ndarray
 
 
 class Prices(NamedTuple):
@@ -33,8 +35,9 @@ class Prices(NamedTuple):
 
 def make_prices(move_cost: np.ndarray, mixes: np.ndarray, load_price: float) -> Prices:
     """Return prices with room for the loads, which the search fills."""
-    G, J = move_cost.shape[1], mixes.shape[1]
-    return Prices(move_cost, mixes, Loads(np.zeros((G, J)), np.zeros((G, G, J)), np.ones((G, G))), load_price)
+    (E, G), J = move_cost.shape, mixes.shape[1]
+    loads = Loads(np.zeros((G, J)), np.zeros((3, J)), np.zeros((2, J), np.int64), np.zeros((E, G)))
+    return Prices(move_cost, mixes, loads, load_price)
 
 
 def draw_mixes(tokens: Tokens, num_experts: int, ep_size: int, batch_tokens: int, rng) -> np.ndarray:
@@ -89,13 +92,10 @@ def _shares_of_ranks(pair: np.ndarray, targets: np.ndarray, number: int, ranks: 
 
 
 @njit
-def highest(loads):
-    """Mean over mixes of the highest of the loads `now`; fills `others` and `least`."""
-    load, others, least = loads.now, loads.others, loads.least
+def highest(prices):
+    """Mean over mixes of the highest of the loads `now`; fills the other fields of the loads."""
+    (load, top, rank, slope), mixes = prices.loads, prices.mixes
     (G, J), total = load.shape, 0.0
-    for x in range(G):
-        for y in range(x + 1, G):
-            least[x, y] = 0.0
     for j in range(J):
         first = second = third = -np.inf  # the three highest loads of the mix
         one = two = -1
@@ -108,17 +108,11 @@ def highest(loads):
             elif value > third:
                 third = value
         total += first
-        for x in range(G):
-            for y in range(x + 1, G):
-                if one != x and one != y:
-                    most = first
-                else:
-                    most = second if two != x and two != y else third
-                others[x, y, j] = most
-                least[x, y] += most / J
-    for x in range(G):
-        for y in range(x + 1, G):
-            least[x, y] = max(least[x, y], 1.0)  # no layout has a load below the mean
+        top[0, j], top[1, j], top[2, j], rank[0, j], rank[1, j] = first, second, third, one, two
+    slope[:] = 0.0
+    for e in range(slope.shape[0]):
+        for j in range(J):
+            slope[e, rank[0, j]] += mixes[e, j] / J
     return total / J
 
 
@@ -132,13 +126,17 @@ def load_gain(prices, top, x, y, sent, returned):
         return 0.0
     (a, share), (b, came, gone) = sent, returned
     mix, other_mix = prices.mixes[a], prices.mixes[b]
-    from_x, from_y = prices.loads.now[x], prices.loads.now[y]
-    others, after = prices.loads.others[min(x, y), max(x, y)], 0.0
+    from_x, from_y, after = prices.loads.now[x], prices.loads.now[y], 0.0
     for j in range(mix.shape[0]):
+        one, two = prices.loads.rank[0, j], prices.loads.rank[1, j]
+        if one != x and one != y:
+            others = prices.loads.top[0, j]
+        else:
+            others = prices.loads.top[1 if two != x and two != y else 2, j]
         out, back = share * mix[j], other_mix[j]
         left = from_x[j] - (out - came * back)
         right = from_y[j] + (out - gone * back)
-        most = left if left > others[j] else others[j]
+        most = left if left > others else others
         after += right if right > most else most
     return prices.load_price * (top - after / mix.shape[0])
 

@@ -16,20 +16,18 @@ from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_mo
 from semmoe.placement.swaps import contribute as contribute_swaps
 
 SWAP, REPLACE, PROMOTE = 0, 1, 2
+LEAST_GAIN = 0.02  # share of what all rounds gained: a search ends after a round that gains less
 
 
 @njit
-def best_move(state, tables, prices, turn, order):
-    """Return (kind, slot p, slot q or expert b) of the best move of experts that may move; kind -1: none.
-
-    order (P,): of the slots, by which the first of equal moves is chosen.
-    """
+def best_move(state, tables, prices, turn):
+    """Return (kind, slot p, slot q or expert b) of the best move of experts that may move; kind -1: none."""
     S = state.slots.shape[1]
     best, kind, first, other = -np.inf, -1, -1, -1
-    for i in range(state.slots.size):
-        p = order[i]
+    reach = _reaches(state, tables, prices)
+    for p in range(state.slots.size):
         a = state.slots[p // S, p % S]
-        gain, q = _best_partner(state, tables, prices, turn, best, order, i)
+        gain, q = _best_partner(state, tables, prices, turn, best, reach, p)
         if gain > best:
             best, kind, first, other = gain, SWAP, p, q
         if state.copies[a] == 1:
@@ -44,40 +42,53 @@ def best_move(state, tables, prices, turn, order):
     return kind, first, other
 
 
+@njit
+def _reaches(state, tables, prices):
+    """Return (G, P) what each slot's copy gains at most on each rank, with nothing in return.
+
+    Of the load it has the slope alone: the highest load is convex in the loads of ranks, and falls by no more.
+    """
+    (G, S), slope = state.slots.shape, prices.loads.slope
+    out = np.empty((G, G * S))
+    for p in range(G * S):
+        x = p // S
+        a = state.slots[x, p % S]
+        share = prices.load_price * _share(state, tables.served, p)
+        for y in range(G):
+            moved = prices.move_cost[a, x] - prices.move_cost[a, y] + share * (slope[a, x] - slope[a, y])
+            out[y, p] = tables.move[p, y] / state.total_weight + moved
+    return out
+
+
 @bare
-def _best_partner(state, tables, prices, turn, best, order, i):
-    """Return (gain, slot) of the best swap of slot order[i] with a later one, if better than `best`."""
-    S, other = state.slots.shape[1], -1
-    p = order[i]
-    a, x = state.slots[p // S, p % S], p // S
-    for j in range(i + 1, order.shape[0]):
-        q = order[j]
-        b, y = state.slots[q // S, q % S], q // S
-        gain = _swap_gain(state, tables, prices, turn, best, (a, p, x), (b, q, y))
-        if gain > best and may_move(turn, gain, a, b):
-            best, other = gain, q
+def _best_partner(state, tables, prices, turn, best, reach, p):
+    """Return (gain, slot) of the best swap of slot p with one of a later rank, if better than `best`."""
+    (G, S), other = state.slots.shape, -1
+    x, weight = p // S, state.total_weight
+    a = state.slots[x, p % S]
+    for y in range(x + 1, G):
+        if state.slot_of[a, y] >= 0:  # no rank has an expert twice
+            continue
+        for q in range(y * S, (y + 1) * S):
+            if reach[y, p] + reach[x, q] - tables.twice[p, q] / weight <= best:
+                continue
+            b = state.slots[y, q % S]
+            if state.slot_of[b, x] < 0:
+                gain = _swap_gain(state, tables, prices, turn.top, (a, p, x), (b, q, y))
+                if gain > best and may_move(turn, gain, a, b):
+                    best, other = gain, q
     return best if other >= 0 else -np.inf, other
 
 
 @inlined
-def _swap_gain(state, tables, prices, turn, best, one, other):
-    """The gain of a swap; -inf if it is not above `best`, or if a rank would have an expert twice.
-
-    one, other: the experts that change places, each with its slot and its rank.
-    """
+def _swap_gain(state, tables, prices, top, one, other):
+    """The gain of a swap of two experts, each with its slot and its rank, the lower slot first."""
     (a, p, x), (b, q, y) = one, other
-    gain = -np.inf
-    if state.slot_of[a, y] < 0 and state.slot_of[b, x] < 0:
-        rows = tables.move[p, y] + tables.move[q, x] - tables.twice[p, q] - tables.twice[q, p]
-        moved = prices.move_cost[a, x] - prices.move_cost[a, y] + prices.move_cost[b, y] - prices.move_cost[b, x]
-        gain = rows / state.total_weight + moved
-        # no swap saves more load than all that x and y have above the others
-        if gain + prices.load_price * (turn.top - prices.loads.least[min(x, y), max(x, y)]) <= best:
-            gain = -np.inf
-        else:
-            back = _share(state, tables.served, q)
-            gain += load_gain(prices, turn.top, x, y, (a, _share(state, tables.served, p)), (b, back, back))
-    return gain
+    rows = tables.move[p, y] + tables.move[q, x] - tables.twice[p, q]
+    moved = prices.move_cost[a, x] - prices.move_cost[a, y] + prices.move_cost[b, y] - prices.move_cost[b, x]
+    back = _share(state, tables.served, q)
+    sent = a, _share(state, tables.served, p)
+    return rows / state.total_weight + moved + load_gain(prices, top, x, y, sent, (b, back, back))
 
 
 @njit
@@ -91,16 +102,18 @@ def _best_successor(state, tables, prices, turn, best, p):
     a = state.slots[x, p % S]
     sent = a, _share(state, tables.served, p)
     z = _fallback_rank(state, a, x)  # a's pairs on x go there
-    slack = prices.load_price * (turn.top - prices.loads.least[min(x, z), max(x, z)])
+    slope, price = prices.loads.slope, prices.load_price
+    falls = price * sent[1] * (slope[a, x] - slope[a, z])
     for b in range(primary.shape[0]):
         if slot_of[b, x] >= 0:
             continue
         gain = (drop[p] + add[b, x] - instead[p, b]) / state.total_weight + move_cost[a, x] - move_cost[b, x]
-        if gain + slack <= best:
-            continue
         # b's new copy takes a share from its other copies: from z, if that is where its primary is
         came = _portion(_taken(state, tables.at_home, b, x), state.expert_load[b])
-        gain += load_gain(prices, turn.top, x, z, sent, (b, came, came if primary[b] == z else 0.0))
+        gone = came if primary[b] == z else 0.0
+        if gain + falls + price * (gone * slope[b, z] - came * slope[b, x]) <= best:
+            continue
+        gain += load_gain(prices, turn.top, x, z, sent, (b, came, gone))
         if gain > best and may_move(turn, gain, a, b):
             best, other = gain, b
     return best if other >= 0 else -np.inf, other
@@ -217,45 +230,55 @@ def sum_move_costs(slots, move_cost):
     return total
 
 
-def search_moves(state, scratch, prices, effort, single):
+def search_moves(state, scratch, prices, effort, single, in_time=lambda: True):
     """Rounds of: settle prices, then at most `steps` best moves, until `patience` moves found nothing better.
 
     prices: `loads.Prices`. single: there are no copies and costs are uniform, so that the tables of `swaps` are enough.
+    in_time: whether a further round may begin. The last round gains less than LEAST_GAIN of all before it.
     Returns (cost per token without load and moves, mean highest load, moves made).
     """
     start(scratch, effort.seed)
     tables, moves = make_tables(state), 0
     fill = contribute_swaps if single else contribute
-    for _ in range(effort.rounds):  # not compiled: each call of a compiled function from another costs seconds
+    first, last = np.nan, np.inf
+    for round in range(effort.rounds):  # not compiled: each call of a compiled function from another costs seconds
+        if round > 0 and not in_time():
+            break
         _settle(state, tables, effort.price_steps, fill)
-        moves = _make_moves(state, scratch, tables, prices, effort, moves, single)
+        before, best, moves = _make_moves(state, scratch, tables, prices, effort, moves, single)
+        first = before if round == 0 else first
+        if last - best < LEAST_GAIN * (first - best):
+            break
+        last = best
     if single:
         state.slots.sort(axis=1)
     _settle(state, tables, 0, fill)
     _spread(state, tables.served, prices)
-    return -tables.value[0] / state.total_weight, highest(prices.loads), moves
+    return -tables.value[0] / state.total_weight, highest(prices), moves
 
 
 @njit
 def _make_moves(state, scratch, tables, prices, effort, moves, single):
-    """Make the moves of one round, leave the best layout found, and return `moves` plus the number made."""
+    """Make the moves of one round and leave the best layout found.
+
+    Returns (the cost before, the lowest cost, `moves` plus the number of moves made).
+    """
     S, E = state.slots.shape[1], state.primary.shape[0]
     slots, primary = state.slots.copy(), state.primary.copy()
-    free, best, last = np.zeros(E, np.int64), np.inf, -1
-    order = np.arange(state.slots.size)
+    free, before, best, last = np.zeros(E, np.int64), np.inf, np.inf, -1
     for step in range(effort.steps + 1):
         # what the layout costs, of which the tables hold the rows
         _spread(state, tables.served, prices)
-        top = highest(prices.loads)
+        top = highest(prices)
         now = prices.load_price * top - tables.value[0] / state.total_weight
         now += sum_move_costs(state.slots, prices.move_cost)
+        if step == 0:
+            before = now
         if now < best - 1e-9:
             best, last = now, step - 1
             copy_ints(state.slots, slots)
             copy_ints(state.primary, primary)
-        for e in range(E if single else 0):  # without copies, slots are in the order of their experts
-            order[e] = state.slot_of[e, state.primary[e]]
-        kind, p, other = best_move(state, tables, prices, Turn(top, free, step, now - best + 1e-9), order)
+        kind, p, other = best_move(state, tables, prices, Turn(top, free, step, now - best + 1e-9))
         if kind < 0 or step - last > effort.patience or step == effort.steps:
             break
         moves += 1
@@ -274,4 +297,4 @@ def _make_moves(state, scratch, tables, prices, effort, moves, single):
         free[b] = free_again(step, effort.tenure)
     copy_ints(slots, state.slots)
     copy_ints(primary, state.primary)
-    return moves
+    return before, best, moves

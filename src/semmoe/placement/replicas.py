@@ -20,7 +20,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, next_primary, njit, serving
+from semmoe.placement.homes import bare, charge, clear, find_lowest, inlined, next_near, next_primary, njit, serving
 
 MAX_CANDIDATE_HOMES = 4  # of a set
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
@@ -31,8 +31,7 @@ Tables = namedtuple("Tables", "move add drop promote twice instead served at_hom
 # What `_make_homes` makes.
 Homes = namedtuple(
     "Homes",
-    "servers cost candidate_homes own reach counts node_counts to after joined ranks slots starts seen seen_nodes "
-    "entries amounts",
+    "servers cost candidate_homes own counts node_counts reach after joined ranks slots starts entries amounts",
 )
 
 
@@ -44,7 +43,7 @@ def make_tables(state) -> Tables:
         "add": (E, G),
         "drop": (P,),
         "promote": (P,),
-        "twice": (P, P),  # of move[p, rank of q], from sets that hold q's expert too
+        "twice": (P, P),  # p < q: of move[p, rank of q] + move[q, rank of p], from sets that hold both experts
         "instead": (P, E),  # of drop[p] + add[b, rank of p], from sets that hold b too
         "served": (P,),  # pairs that each copy computes
         "at_home": (E, G),  # pairs of each expert whose token's home is the rank
@@ -74,18 +73,15 @@ def _make_homes(state) -> Homes:
         servers=np.zeros((S, K), np.int64),  # the rank that computes each expert for each home
         cost=np.zeros(S),
         candidate_homes=np.zeros(B, np.int64),  # the cheapest homes, by their place in the group, ascending
-        own=np.full((K, S), np.inf),  # what each home costs if it computes the expert itself
-        reach=np.zeros((B, G)),  # what one more pair on the rank costs
-        counts=np.zeros((B, G), np.int64),  # experts that the rank computes
-        node_counts=np.zeros((B, N), np.int64),
-        to=np.zeros((B, G)),  # what the home costs if the rank computes the current expert
+        own=np.zeros((K, S)),  # what each home costs if it computes the expert itself
+        counts=np.zeros((S, G), np.int64),  # experts that each rank computes for each home; zero between sets
+        node_counts=np.zeros((S, N), np.int64),  # the same for each node
+        reach=np.zeros((B, G)),  # what one more pair on the rank costs the home
         after=np.zeros(G),  # the set's cost after a change
         joined=np.zeros((K, G)),  # of the cost, by a further copy of each expert on each rank
         ranks=np.zeros(K * G, np.int64),  # of the copies of the experts
         slots=np.zeros(K * G, np.int64),
         starts=np.zeros(K + 1, np.int64),  # where each expert's copies begin in `ranks` and `slots`
-        seen=np.zeros(G, np.int64),  # zero between sets
-        seen_nodes=np.zeros(N, np.int64),
         entries=np.zeros(changes, np.int64),  # the entries of `sums` to which the set adds
         amounts=np.zeros(changes),
     )
@@ -126,7 +122,7 @@ def _note(at, n, entry, amount):
 def _list_changes(state, tables, u, at):
     """List the entries of `sums` to which set u adds, and the amounts; return their number."""
     (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
-    charge(state, u, at.servers, at.cost, at.seen, at.seen_nodes)
+    charge(state, u, at.servers, at.cost, at.counts, at.node_counts)
     _read(state, u, at)
     _, add, _, _, _, instead, served, at_home, value = tables.begin
     best, home = at.cost[at.candidate_homes[0]], state.group[u] * state.group_size + at.candidate_homes[0]
@@ -136,7 +132,6 @@ def _list_changes(state, tables, u, at):
         e = state.sets[u, i]
         n = _note(at, n, served + state.slot_of[e, at.servers[at.candidate_homes[0], i]], weight)
         n = _note(at, n, at_home + e * G + home, weight)
-        _shift(state, u, i, at)
         if not single:
             _join(state, u, i, at)
             for y in range(G):
@@ -152,6 +147,7 @@ def _list_changes(state, tables, u, at):
             b = state.sets[u, j]
             if state.slot_of[b, x] < 0:
                 n = _note(at, n, instead + at.slots[k] * E + b, weight * at.joined[j, x])
+    clear(state, at.servers, at.counts, at.node_counts)
     return n
 
 
@@ -165,28 +161,30 @@ def _list_copy(state, tables, u, i, k, at, n):
         first = state.primary[e]
         if first == x:
             first = next_primary(state, e, x)
-        dropped = best - _without(state, u, e, x, first, at)
+        dropped = best - _without(state, u, i, x, first, at)
         n = _note(at, n, drop + p, weight * dropped)
         if state.primary[e] != x:
-            n = _note(at, n, promote + p, weight * (best - _without(state, u, e, -1, x, at)))
-        for j in range(K):
+            n = _note(at, n, promote + p, weight * (best - _without(state, u, i, -1, x, at)))
+        for j in range(K if dropped != 0.0 else 0):
             n = _note(at, n, instead + p * E + state.sets[u, j], weight * dropped)
     _move(state, u, i, x, at)
     for y in range(G):
-        n = _note(at, n, move + p * G + y, weight * (best - at.after[y]))
+        if state.slot_of[e, y] < 0:
+            n = _note(at, n, move + p * G + y, weight * (best - at.after[y]))
     # `twice`: a swap with another expert of the set
     for other in range(at.starts[K]):
         y = at.ranks[other]
         if state.slot_of[e, y] < 0:
-            n = _note(at, n, twice + p * P + at.slots[other], weight * (best - at.after[y]))
+            q = at.slots[other]
+            n = _note(at, n, twice + min(p, q) * P + max(p, q), weight * (best - at.after[y]))
     return n
 
 
 @inlined
 def _read(state, u, at):
-    """Fill the set's copies, its best homes and what a further pair costs there, from servers and cost."""
+    """Fill the set's copies, its best homes and what these cost without one of its experts."""
     (rank, node, pair), f, (S, K), low = state.costs, state.kind[u], at.servers.shape, state.group[u] * state.group_size
-    G, N, B, count = state.price.shape[0], state.near.shape[1], at.candidate_homes.shape[0], 0
+    count = 0
     for i in range(K):
         e = state.sets[u, i]
         at.starts[i] = count
@@ -199,55 +197,36 @@ def _read(state, u, at):
             y += 1
     at.starts[K] = count
     find_lowest(at.cost, at.candidate_homes)
-    for b in range(B):
+    for b in range(at.candidate_homes.shape[0]):
         s = at.candidate_homes[b]
         h = low + s
-        at.counts[b, :], at.node_counts[b, :] = 0, 0
-        for i in range(K):
-            at.counts[b, at.servers[s, i]] += 1
-            at.node_counts[b, state.node_of[at.servers[s, i]]] += 1
-        for m in range(N):
-            more = node[f, h, m] if at.node_counts[b, m] == 0 else 0.0
-            for y in range(m * (G // N), (m + 1) * (G // N)):
-                at.reach[b, y] = pair[f, h, y] + more + (rank[f, h, y] if at.counts[b, y] == 0 else 0.0)
-    if S > B:
-        _own(state, u, at)
-
-
-@inlined
-def _own(state, u, at):
-    """Fill `own` for the homes of the set, of which there are more than candidates."""
-    (rank, node, pair), f, (S, K), low = state.costs, state.kind[u], at.servers.shape, state.group[u] * state.group_size
+        for y in range(at.reach.shape[1]):
+            m = state.node_of[y]
+            more = rank[f, h, y] if at.counts[s, y] == 0 else 0.0
+            at.reach[b, y] = pair[f, h, y] + more + (node[f, h, m] if at.node_counts[s, m] == 0 else 0.0)
     for s in range(S):
         h = low + s
         for i in range(K):
-            y, alone, lonely = at.servers[s, i], True, True
-            m = state.node_of[y]
-            for j in range(K):
-                if j != i:
-                    alone &= at.servers[s, j] != y
-                    lonely &= state.node_of[at.servers[s, j]] != m
-            saved = pair[f, h, y] + (rank[f, h, y] if alone else 0.0) + (node[f, h, m] if lonely else 0.0)
+            y = at.servers[s, i]
+            saved = pair[f, h, y]
+            if at.counts[s, y] == 1:
+                saved += rank[f, h, y]
+            if at.node_counts[s, state.node_of[y]] == 1:
+                saved += node[f, h, state.node_of[y]]
             at.own[i, s] = at.cost[s] - saved
 
 
 @inlined
-def _shift(state, u, i, at):
-    """Fill `to` for expert i of the set."""
-    (rank, node, pair), f, low = state.costs, state.kind[u], state.group[u] * state.group_size
-    G, N = state.price.shape[0], state.near.shape[1]
-    for b in range(at.candidate_homes.shape[0]):
-        s = at.candidate_homes[b]
-        h, x = low + s, at.servers[s, i]
-        m = state.node_of[x]
-        per_node = node[f, h, m] if at.node_counts[b, m] == 1 else 0.0
-        per_rank = rank[f, h, x] if at.counts[b, x] == 1 else 0.0
-        kept = at.cost[s] - pair[f, h, x] - per_rank - per_node
-        for y in range(G):
-            at.to[b, y] = kept + at.reach[b, y]
-        for y in range(m * (G // N), (m + 1) * (G // N)):
-            at.to[b, y] += per_node
-        at.to[b, x] += per_rank
+def _cost_with(state, u, i, b, y, at):
+    """What candidate home b of the set costs if rank y computes the set's expert i."""
+    s = at.candidate_homes[b]
+    x, h, f = at.servers[s, i], state.group[u] * state.group_size + s, state.kind[u]
+    if x == y:
+        return at.cost[s]
+    m, cost = state.node_of[y], at.own[i, s] + at.reach[b, y]
+    if m == state.node_of[x] and at.node_counts[s, m] == 1:  # the expert alone reaches the node
+        cost += state.costs.node[f, h, m]
+    return cost
 
 
 @inlined
@@ -259,34 +238,42 @@ def _serves(node_of, h, has, first, near, y):
 
 
 @inlined
-def _without(state, u, e, x, first, at):
-    """What the set costs if expert e's copy on rank x is gone (x = -1: none is) and rank `first` is its primary."""
-    best, low, node_of = np.inf, state.group[u] * state.group_size, state.node_of
+def _without(state, u, i, x, first, at):
+    """What the set costs if its expert i's copy on rank x is gone (x = -1: none is) and rank `first` is its primary."""
+    best, low, node_of, e = np.inf, state.group[u] * state.group_size, state.node_of, state.sets[u, i]
     for b in range(at.candidate_homes.shape[0]):
         h = low + at.candidate_homes[b]
         has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
-        best = min(best, at.to[b, serving(node_of, h, has, first, near)])
+        best = min(best, _cost_with(state, u, i, b, serving(node_of, h, has, first, near), at))
     return best
 
 
 @inlined
 def _move(state, u, i, x, at):
     """Fill `after` for moves of the copy on rank x of expert i."""
-    low, e, node_of, G = state.group[u] * state.group_size, state.sets[u, i], state.node_of, state.price.shape[0]
+    low, e, node_of, (B, G) = state.group[u] * state.group_size, state.sets[u, i], state.node_of, at.reach.shape
+    first, several = state.primary[e], state.near.shape[1] > 1
+    leads, lowest = first == x, np.inf
     at.after[:] = np.inf
-    for b in range(at.candidate_homes.shape[0]):
-        if state.copies[e] == 1:  # every home uses the one copy
+    for b in range(B):
+        s = at.candidate_homes[b]
+        h = low + s
+        if state.slot_of[e, h] >= 0 and h != x:
+            lowest = min(lowest, _cost_with(state, u, i, b, h, at))
+        elif several:
+            near = next_near(state, e, node_of[h], x)
             for y in range(G):
-                at.after[y] = min(at.after[y], at.to[b, y])
-            continue
-        h, leads = low + at.candidate_homes[b], state.primary[e] == x
-        has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
-        for y in range(G):
-            first = y if leads else state.primary[e]
-            at.after[y] = min(at.after[y], at.to[b, _serves(node_of, h, has, first, near, y)])
-    if at.own.shape[1] > at.candidate_homes.shape[0]:
-        for s in range(at.own.shape[1]):
-            at.after[low + s] = min(at.after[low + s], at.own[i, s])
+                z = _serves(node_of, h, False, y if leads else first, near, y)
+                at.after[y] = min(at.after[y], _cost_with(state, u, i, b, z, at))
+        elif leads:  # the primary serves all homes on its node without a copy
+            for y in range(G):
+                at.after[y] = min(at.after[y], at.own[i, s] + at.reach[b, y])
+        else:
+            lowest = min(lowest, _cost_with(state, u, i, b, first, at))
+    for y in range(G):
+        at.after[y] = min(at.after[y], lowest)
+    for s in range(at.own.shape[1]):
+        at.after[low + s] = min(at.after[low + s], at.own[i, s])
 
 
 @inlined
@@ -299,8 +286,12 @@ def _join(state, u, i, at):
     at.joined[i, :] = 0.0
     for y in range(begin, end):
         after = at.own[i, y - low] if low <= y < low + S else np.inf
+        if state.near.shape[1] == 1:  # the copy serves its own rank alone
+            at.joined[i, y] = max(best - after, 0.0)
+            continue
         for b in range(at.candidate_homes.shape[0]):
             h = low + at.candidate_homes[b]
             near, has = state.near[e, node_of[h]], state.slot_of[e, h] >= 0
-            after = min(after, at.to[b, _serves(node_of, h, has, state.primary[e], near, y)])
+            z = _serves(node_of, h, has, state.primary[e], near, y)
+            after = min(after, _cost_with(state, u, i, b, z, at))
         at.joined[i, y] = best - after

@@ -2,12 +2,12 @@
 
 Moving expert a alone to rank y changes the values of the sets that hold a. `move[p, y]` is their sum for a in slot p.
 A swap of a (on x) with b (on y, in slot q) changes the value of a set that holds one expert as that expert's move alone
-does, and leaves the value of a set that holds both. So with `twice[p, q]`, the part of move[p, y] from sets which
-hold b too,
+does, and leaves the value of a set that holds both. So with `twice[p, q]`, p < q, the part of move[p, y] + move[q, x]
+from sets which hold both,
 
-    gain of the swap = move[p, y] + move[q, x] - twice[p, q] - twice[q, p]
+    gain of the swap = move[p, y] + move[q, x] - twice[p, q]
 
-exactly: a swap is judged by four look-ups, as Fiduccia and Mattheyses (1982) keep gains for graphs.
+exactly: a swap is judged by three look-ups, as Fiduccia and Mattheyses (1982) keep gains for graphs.
 """
 
 import numpy as np
@@ -79,7 +79,8 @@ def _add_changes(move, twice, where, i, weight, change):
     # a swap with another expert of the set leaves the set's value: `twice` takes the change out again
     for j in range(ranks.shape[0]):
         if ranks[j] != ranks[i]:
-            twice[places[i], places[j]] += weight * change[ranks[j]]
+            p, q = places[i], places[j]
+            twice[min(p, q), max(p, q)] += weight * change[ranks[j]]
 
 
 @inlined

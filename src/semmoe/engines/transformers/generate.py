@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from semmoe.checkpoint.directory import read_config
 from semmoe.core import Plan
 from semmoe.costs.metrics import max_over_mean, sum_traffic
-from semmoe.engines.support import embedded_problems
 from semmoe.engines.transformers.batch import cut, step
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import EXCHANGES, ParallelModel
@@ -109,8 +108,9 @@ def generate(
     if len(sizes) != 1:
         raise ValueError(f"configurations of a run must have the same ep_size, not {sorted(sizes)}")
     config = read_config(Path(model_path))
-    for problem in (line for set_up in set_ups for line in embedded_problems(config, set_up.plan.topology)):
-        raise ValueError(problem)
+    if config.get("hc_mult") is not None:
+        kind = config.get("model_type")
+        raise ValueError(f"a model of type {kind!r} has hyper-connections: transformers does not run it on ranks")
     check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)

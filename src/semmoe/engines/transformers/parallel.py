@@ -3,8 +3,6 @@
 `exchange="all-to-all"` runs every decoder layer as described in `planned`. "all-reduce" is expert parallelism without
 all-to-all, the baseline for attention-TP: every rank computes its own experts for all rows, and two all-reduces sum the
 results.
-
-A model with hyper-connections keeps its own decoder layers, which attention-DP allows: only its experts are replaced.
 """
 
 from dataclasses import replace
@@ -76,10 +74,6 @@ class ParallelModel(PlannedModel):
         blocks = moe_layers(self.model)
         physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
         self.experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
-        if getattr(self.model.config, "hc_mult", None) is not None and self.attention_comm.size == 1:
-            for i, block in enumerate(blocks):
-                block.experts.forward = partial(self._experts_of_real_rows, i)
-            return
         run_layer = self._layer_all_reduce if self._reduces else self._layer_all_to_all
         run_experts = self._expert_all_reduce if self._reduces else self._expert_all_to_all
         moe_index = {id(block): i for i, block in enumerate(blocks)}
@@ -106,12 +100,6 @@ class ParallelModel(PlannedModel):
         self._counters[index].count(physical, self._share)
         received, handle = dispatch(self.comm, hidden, physical, weights, physical // self._share)
         return combine(self.comm, self._compute(index, received), handle)
-
-    def _experts_of_real_rows(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
-        """Replaces the experts' forward where the model's own layer passes padding too, which is not sent: zeros."""
-        out, real = torch.zeros_like(hidden), self._real_rows
-        out[real] = self._expert_all_to_all(index, hidden[real], expert_ids[real], weights[real])
-        return out
 
     def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
         with timed(self.compute_seconds, "experts"):

@@ -158,5 +158,3 @@ def check_layout(layer: nn.Module) -> None:
     missing = [name for name in needed if not hasattr(layer, name)]
     if missing:
         raise ValueError(f"decoder layer {type(layer).__name__} has no {', '.join(missing)}: not supported")
-    if hasattr(layer, "attn_hc"):
-        raise ValueError(f"decoder layer {type(layer).__name__} has hyper-connections: a plan needs attention dp")
