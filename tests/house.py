@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_555, 350, 50
+TOTAL, FILE, FUNCTION = 24_544, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
@@ -27,7 +27,7 @@ ROOMS = {
     "traces": 1187,
     "tokens": 984,
     "requests": 638,
-    "placement": 2664,
+    "placement": 2653,
     "paper": 567,
     "costs": 768,
     "evaluation": 688,

@@ -219,7 +219,7 @@ class LayerSearch:
             seed=int(self.rng.integers(2**31)),
         )
         prices = make_prices(self.move_costs, self.mixes, load_price)
-        single = not problem.redundant and state.uniform and problem.topology.attn_tp_size > 1
+        single = not problem.redundant and state.uniform
         cost, load, _ = search_moves(state, scratch, prices, effort, single, in_time)
         return Layout(state.slots, state.primary, cost, load, float(sum_move_costs(state.slots, self.move_costs)))
 

@@ -16,7 +16,6 @@ from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_mo
 from semmoe.placement.swaps import contribute as contribute_swaps
 
 SWAP, REPLACE, PROMOTE = 0, 1, 2
-LEAST_GAIN = 0.02  # share of what all rounds gained: a search ends after a round that gains less
 
 
 @njit
@@ -234,22 +233,17 @@ def search_moves(state, scratch, prices, effort, single, in_time=lambda: True):
     """Rounds of: settle prices, then at most `steps` best moves, until `patience` moves found nothing better.
 
     prices: `loads.Prices`. single: there are no copies and costs are uniform, so that the tables of `swaps` are enough.
-    in_time: whether a further round may begin. The last round gains less than LEAST_GAIN of all before it.
+    in_time: whether a further round may begin.
     Returns (cost per token without load and moves, mean highest load, moves made).
     """
     start(scratch, effort.seed)
     tables, moves = make_tables(state), 0
     fill = contribute_swaps if single else contribute
-    first, last = np.nan, np.inf
     for round in range(effort.rounds):  # not compiled: each call of a compiled function from another costs seconds
         if round > 0 and not in_time():
             break
         _settle(state, tables, effort.price_steps, fill)
-        before, best, moves = _make_moves(state, scratch, tables, prices, effort, moves, single)
-        first = before if round == 0 else first
-        if last - best < LEAST_GAIN * (first - best):
-            break
-        last = best
+        moves = _make_moves(state, scratch, tables, prices, effort, moves, single)
     if single:
         state.slots.sort(axis=1)
     _settle(state, tables, 0, fill)
@@ -259,21 +253,16 @@ def search_moves(state, scratch, prices, effort, single, in_time=lambda: True):
 
 @njit
 def _make_moves(state, scratch, tables, prices, effort, moves, single):
-    """Make the moves of one round and leave the best layout found.
-
-    Returns (the cost before, the lowest cost, `moves` plus the number of moves made).
-    """
+    """Make the moves of one round, leave the best layout found, and return `moves` plus the number made."""
     S, E = state.slots.shape[1], state.primary.shape[0]
     slots, primary = state.slots.copy(), state.primary.copy()
-    free, before, best, last = np.zeros(E, np.int64), np.inf, np.inf, -1
+    free, best, last = np.zeros(E, np.int64), np.inf, -1
     for step in range(effort.steps + 1):
         # what the layout costs, of which the tables hold the rows
         _spread(state, tables.served, prices)
         top = highest(prices)
         now = prices.load_price * top - tables.value[0] / state.total_weight
         now += sum_move_costs(state.slots, prices.move_cost)
-        if step == 0:
-            before = now
         if now < best - 1e-9:
             best, last = now, step - 1
             copy_ints(state.slots, slots)
@@ -297,4 +286,4 @@ def _make_moves(state, scratch, tables, prices, effort, moves, single):
         free[b] = free_again(step, effort.tenure)
     copy_ints(slots, state.slots)
     copy_ints(primary, state.primary)
-    return before, best, moves
+    return moves
