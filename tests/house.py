@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_544, 350, 50
+TOTAL, FILE, FUNCTION = 24_543, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
@@ -31,7 +31,7 @@ ROOMS = {
     "paper": 567,
     "costs": 768,
     "evaluation": 688,
-    "runtime": 2108,
+    "runtime": 2107,
     "checkpoint": 1159,
     "engines": 6382,
     "live": 2062,

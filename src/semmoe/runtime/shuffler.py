@@ -42,7 +42,7 @@ class Rows:
 class Slicer:
     """A token policy during a forward pass, in the same state on all ranks of the group.
 
-    This one slices by position, as without a plan; subclasses decide in another way.
+    This one knows no history, so that `Shuffler` slices by position, as without a plan; subclasses decide by layer.
     """
 
     uses_history = False  # whether every rank must be given the routing of all tokens
@@ -56,11 +56,10 @@ class Slicer:
 
     def start(self, rows: Rows, new_slots: Tensor) -> None:
         """Begin a forward pass. new_slots: slots whose request begins, PADDING_SLOT for none."""
-        self._slices = contiguous(rows.slots, self._size)
 
     def slices(self, layer: int) -> Tensor:
-        """(N,) the slice of each row at a MoE layer; slices are equal."""
-        return self._slices
+        """(N,) the slice of each row at a MoE layer; slices are equal. Called where `uses_history`."""
+        raise NotImplementedError
 
     def observe(self, layer: int, expert_ids: Tensor) -> None:
         """Observe the experts (N, K) of all rows at a MoE layer; padding has any ids."""
