@@ -20,7 +20,7 @@ def page() -> str:
 
 
 def _helps() -> Iterator[tuple[str, str]]:
-    """Every command, of one word or two, and its help."""
+    """Yield every command, those of groups with both words, and its help."""
     for name, command in typer.main.get_command(app).commands.items():
         inner = getattr(command, "commands", {"": command})
         yield from ((f"{name} {word}".strip(), one.help) for word, one in inner.items() if not command.hidden)
