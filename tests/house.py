@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_543, 350, 50
+TOTAL, FILE, FUNCTION = 24_542, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
@@ -27,17 +27,17 @@ ROOMS = {
     "traces": 1187,
     "tokens": 984,
     "requests": 638,
-    "placement": 2653,
-    "paper": 567,
+    "placement": 2654,
+    "paper": 569,
     "costs": 768,
-    "evaluation": 688,
+    "evaluation": 690,
     "runtime": 2107,
     "checkpoint": 1159,
     "engines": 6382,
     "live": 2062,
     "gateway": 349,
-    "report": 664,
-    "cli": 2515,
+    "report": 682,
+    "cli": 2491,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -7,9 +7,12 @@ from dataclasses import asdict, replace
 import pytest
 from typer.testing import CliRunner
 
-from semmoe.cli import app, tables
+from semmoe.cli import app
 from semmoe.cli.demo import MODEL, demo_prompts, run_demo
+from semmoe.cli.online import _demo_report, _show_demo
 from semmoe.costs.payoff import BATCHES, LINKS, MODELS, measured, payoffs
+from semmoe.evaluation.results import DemoFile
+from semmoe.report import sections
 from semmoe.settings import DemoSettings
 from semmoe.traces.texts import HELD_OUT
 
@@ -69,12 +72,21 @@ def test_where_a_plan_pays_follows_from_what_the_demo_counted(result, made):
 
 
 def test_the_table_of_payoffs_says_no_where_a_plan_is_not_worth_it(made):
-    columns, rows = tables.payoffs(made["payoffs"])
-    assert columns[:2] == ["attention, links", "Qwen3-30B\nA3B\n1,024"]
-    assert [row[0] for row in rows] == [f"{mode}, {links}" for mode in ("DP", "TP") for links in LINKS]
-    cells = [cell for row in rows for cell in row[1:]]
+    table = sections.payoffs(DemoFile.model_validate(made)).table
+    assert table.columns[:2] == ["attention, links", "Qwen3-30B\nA3B\n1,024"]
+    assert [row[0] for row in table.rows] == [f"{mode}, {links}" for mode in ("DP", "TP") for links in LINKS]
+    cells = [cell for row in table.rows for cell in row[1:]]
     said = [f"{one['gain']:.0%}" if one["worth_it"] else "no" for one in made["payoffs"]]
     assert cells == said
+
+
+def test_the_terminal_shows_where_a_plan_pays_before_the_shipped_model_s_counts(made, capsys):
+    _show_demo(made)
+    shown = " ".join(capsys.readouterr().out.split())
+    title = "Predicted share of a MoE layer's time that a plan saves, 4 ranks"
+    order = (title, "Routing is taken to be", "Counted: 48 held-out prompts", "fewer all-to-all bytes on the plan")
+    places = [shown.index(text) for text in order]
+    assert places == sorted(places)
 
 
 def test_the_demo_ends_with_a_report_of_all_that_it_did(result, kept):
@@ -92,8 +104,6 @@ def test_the_demo_ends_with_a_report_of_all_that_it_did(result, kept):
 
 
 def test_without_jinja_the_demo_says_how_to_get_a_report(tmp_path, monkeypatch):
-    from semmoe.cli.online import _demo_report
-
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert _demo_report(tmp_path, tmp_path) is None
 

@@ -68,6 +68,11 @@ def demo_json(**of_the_plan):
     return {"settings": {"seed": 0}, "prompts": 4, "profile_tokens": 100, "set_ups": rows}
 
 
+PAYOFF = {"attention": "dp", "links": "pcie5", "model": "DeepSeek-V3", "worth_it": True, "against": "vanilla"}
+PAYOFFS = {"payoffs": [PAYOFF | {"batch_tokens": 1024, "gain": 0.125},
+                       PAYOFF | {"batch_tokens": 16384, "gain": 0.01, "worth_it": False}]}  # fmt: skip
+
+
 def write_json(path, value):
     path.write_text(json.dumps(value))
     return path
@@ -271,6 +276,33 @@ def test_outputs_that_differ_come_before_everything(tmp_path):
     assert written.cards[0].badge == "Outputs differ"
     assert "OUTPUTS DIFFER" in written.cards[0].sentences[1]
     assert re.search(r"<h1[^>]*>Attention TP, 4 ranks: outputs differ<", written.path.read_text())
+
+
+def headings(folder):
+    html = page.write(folder, folder / "r.html").path.read_text()
+    return html, re.findall(r"<(h[12]) id=.[^>]*>([^<]*)<", html)
+
+
+def test_a_demo_leads_with_where_it_pays_then_the_counts_then_the_verdict(tmp_path):
+    save(tmp_path, trace_of())
+    write_json(tmp_path / "demo.json", demo_json() | PAYOFFS)
+    html, found = headings(tmp_path)
+    assert found[:3] == [
+        ("h1", "Where plans with this traffic pay on real models and links"),
+        ("h2", "What was measured"),
+        ("h2", f"The verdict on the plans for {HOSTILE} itself".replace("<", "&lt;").replace(">", "&gt;")),
+    ]
+    assert [name for name, _ in found].count("h1") == html.count("What was measured</h2>") == 1
+    assert re.search(r"DP, pcie5</th>\s*<td>12%</td>\s*<td>no</td>", html)
+    assert re.findall(r'<li><a href="#([a-z]+)', html)[:3] == ["payoffs", "measured", "verdict"]
+
+
+def test_a_demo_whose_outputs_differ_leads_with_that(tmp_path):
+    save(tmp_path, trace_of())
+    write_json(tmp_path / "demo.json", demo_json(identical=False, identical_text="no") | PAYOFFS)
+    html, found = headings(tmp_path)
+    assert found[0] == ("h1", "Attention TP, 4 ranks: outputs differ")
+    assert "DeepSeek-V3" not in html  # no forecast from counts of wrong outputs
 
 
 def test_a_run_on_another_plan_is_not_this_plan_s(tmp_path):

@@ -1,6 +1,6 @@
 """Commands that run a model: profile, generate, demo."""
 
-import importlib
+import importlib.util
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -224,19 +224,15 @@ def demo(
 
 
 def _show_demo(result: dict[str, Any]) -> None:
-    rows, ranks = result["set_ups"], result["settings"]["ep_size"]
-    console.print_table(
-        f"{result['prompts']} held-out prompts, {ranks} processes", *tables.generated(rows, with_speed=False)
-    )
-    tables.print_gain(rows)
-    tables.print_payoffs(result["payoffs"], ranks)
+    tables.print_payoffs(result)
+    title = f"Counted: {result['prompts']} held-out prompts, {result['settings']['ep_size']} processes"
+    console.print_table(title, *tables.generated(result["set_ups"], with_speed=False))
+    tables.print_gain(result["set_ups"])
 
 
 def _demo_report(work: Path, folder: Path) -> Path | None:
     """Write the report on the demo's results in `work` and return its path; None without Jinja."""
-    try:
-        importlib.import_module("jinja2")
-    except ModuleNotFoundError:
+    if importlib.util.find_spec("jinja2") is None:
         return None
     from semmoe.report.page import write
 

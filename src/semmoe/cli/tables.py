@@ -4,14 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.core import NEVER
+from semmoe.evaluation.results import DemoFile
 from semmoe.io import console
-
-PAYOFFS = """"no": not worth it. Columns are models, and tokens of a batch over all ranks: 1,024 is
-about a step of decoding, 16,384 one of prefill. Rows are attention and links; those of
-100g and 400g (Gbit/s) join two nodes. A plan competes with vanilla and, with
-attention-TP, with expert parallelism without all-to-all. These are predictions for
-routing as predictable as the shipped model's. For your own model run semmoe profile, and
-semmoe solve with the --links that you have."""
 
 
 def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -83,11 +77,10 @@ def print_gain_of_pass(result: dict[str, Any]) -> None:
     if "end_to_end" not in result:
         return
     found = result["end_to_end"]
-    words = (
+    console.say(
         f"of the {found['share']:.1%} of a pass that all-to-alls take, the plan saves {found['saving']:.1%} on "
         f"{found['links']}: a pass is {found['gain']:.3f} times as fast, if nothing else of it changes"
     )
-    console.say(words)
 
 
 def print_prediction(method: str, figures: dict[str, Any]) -> None:
@@ -142,23 +135,11 @@ def print_gain(rows: list[dict[str, Any]]) -> None:
         console.out.print(f"{mode}: local activation rate x{gain:.2f}, {fewer:.1%} fewer all-to-all bytes on the plan")
 
 
-def print_payoffs(found: list[dict[str, Any]], ep_size: int) -> None:
+def print_payoffs(result: dict[str, Any]) -> None:
     """Print where a plan with the demo's traffic pays: the time that it would save, or that it is not worth it."""
-    if found:
-        title = f"Predicted time of a MoE layer that a plan with this traffic saves, {ep_size} ranks"
-        console.print_table(title, *payoffs(found))
-        console.out.print(PAYOFFS)
+    from semmoe.report import sections, words
 
-
-def payoffs(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: a row for each attention and kind of links, a column for each model and batch size.
-
-    found: of each row all columns, in one order.
-    """
-    names: dict[str, None] = {}  # in order, without repetition
-    rows: dict[str, list[str]] = {}
-    for one in found:
-        names["\n".join([*one["model"].rsplit("-", 1), f"{one['batch_tokens']:,}"])] = None
-        kind = f"{one['attention'].upper()}, {one['links']}"
-        rows.setdefault(kind, [kind]).append(f"{one['gain']:.0%}" if one["worth_it"] else "no")
-    return ["attention, links", *names], list(rows.values())
+    if result["payoffs"]:
+        table = sections.payoffs(DemoFile.model_validate(result)).table
+        console.print_table(table.caption, table.columns, table.rows)
+        console.out.print(words.PAYOFFS)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from semmoe.core import NEVER
+from semmoe.costs.payoff import Payoff
 
 
 def checked(kind: type[BaseModel], result: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +163,7 @@ class DemoFile(Record):
     prompts: int
     profile_tokens: int
     set_ups: list[GenerateFile] = Field(min_length=1, max_length=64)
+    payoffs: list[Payoff] = Field(default=[], max_length=1024)  # none on one rank
     machine: str = Field(default="", max_length=500)
     versions: dict[Name, Name] = Field(default={}, max_length=32)
 

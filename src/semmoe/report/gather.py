@@ -51,6 +51,7 @@ class Inputs:
     folder: Path
     plans: list[PlanFile] = field(default_factory=list)
     runs: list[tuple[str, list[GenerateFile]]] = field(default_factory=list)  # configurations that ran together
+    demos: list[tuple[str, DemoFile]] = field(default_factory=list)  # those that say where a plan pays
     replays: list[tuple[str, ReplayFile]] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
@@ -78,11 +79,10 @@ def gather(folder: Path, page: Path | None = None) -> Inputs:
 
 
 def _no_plan(inputs: Inputs) -> str:
-    folder = inputs.folder
-    unread = [entry for entry in inputs.left_out if "plan" in entry.path or is_plan(folder / entry.path)]
+    unread = [entry for entry in inputs.left_out if "plan" in entry.path or is_plan(inputs.folder / entry.path)]
     reasons = ", ".join(f"{entry.path} ({entry.why})" for entry in unread[:3])
     also = f"; left out: {reasons}" if reasons else ""
-    return f"{folder} holds no plan: make one with `semmoe solve TRACE --out {folder}/plan`{also}"
+    return f"{inputs.folder} holds no plan: make one with `semmoe solve TRACE --out {inputs.folder}/plan`{also}"
 
 
 def _entries(folder: Path, inputs: Inputs) -> list[Path]:
@@ -142,6 +142,7 @@ def _add_measurement(path: Path, shown: str, inputs: Inputs) -> None:
     if "set_ups" in keys:
         demo = parse_json(path, content, DemoFile)
         inputs.runs.append((shown, demo.set_ups))
+        inputs.demos += [(shown, demo)] if demo.payoffs else []
         sizes = {"prompts": demo.prompts, "profiled tokens": demo.profile_tokens, "machine": demo.machine}
         facts = {**demo.settings, **sizes, **demo.versions}
         stated = {key: value for key, value in facts.items() if value != ""}

@@ -56,9 +56,11 @@ class PlanView:
 def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
     """The page as text, and its verdicts."""
     plans = [_view(inputs, entry, f"plan-{i}") for i, entry in enumerate(inputs.plans)]
+    wrong = any(plan.card.state == "wrong" for plan in plans)  # then nothing comes before that
     html = _template().render(
         inputs=inputs,
         plans=plans,
+        payoffs=[] if wrong else [sections.payoffs(demo, f"payoffs-{i}") for i, (_, demo) in enumerate(inputs.demos)],
         methods=[(path, run, sections.methods(run, f"methods-{i}")) for i, (path, run) in enumerate(inputs.replays)],
         facts=_facts(command),
         style=(HERE / "style.css").read_text(encoding="utf-8"),
@@ -76,9 +78,8 @@ def _view(inputs: Inputs, entry: PlanFile, id: str) -> PlanView:
 def _facts(command: str) -> dict[str, str]:
     """The command, versions and machine that wrote the page; measurements name their own."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("jinja2", "numpy"))
-    machine = f"{platform.machine()}, {platform.system()}"
-    python = platform.python_version()
-    return {"command": command, "semmoe": __version__, "Python": python, "packages": packages, "machine": machine}
+    places = {"packages": packages, "machine": f"{platform.machine()}, {platform.system()}"}
+    return {"command": command, "semmoe": __version__, "Python": platform.python_version(), **places}
 
 
 def _template() -> Any:

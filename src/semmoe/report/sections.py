@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from semmoe.costs.timing import WORTH
-from semmoe.evaluation.results import Expected, Layer, ReplayFile
+from semmoe.evaluation.results import DemoFile, Expected, Layer, ReplayFile
 from semmoe.report import words
 from semmoe.report.verdict import Replayed
 from semmoe.report.view import Figure, Key, Panel, Table
@@ -25,13 +25,27 @@ REPLAYED: list[Column] = [
 ]
 
 
+def payoffs(demo: DemoFile, id: str = "payoffs") -> Figure:
+    """Return the table of where a plan pays: a row for each attention and links, a column for each model and batch."""
+    names: dict[str, None] = {}  # in order, without repetition
+    rows: dict[str, list[str]] = {}
+    for one in demo.payoffs:  # of each row all columns, in one order
+        names["\n".join([*words.name(one.model).rsplit("-", 1), words.whole(one.batch_tokens)])] = None
+        kind = words.name(f"{one.attention.upper()}, {one.links}")
+        rows.setdefault(kind, [kind]).append(f"{one.gain:.0%}" if one.worth_it else "no")
+    ranks = len(demo.set_ups[0].all_to_all_bytes_per_rank_pair)
+    title = f"Predicted share of a MoE layer's time that a plan saves, {words.count(ranks, 'rank')}"
+    return Figure(id=id, table=Table(title, ["attention, links", *names], list(rows.values())))
+
+
 def pays(expected: Expected | None, id: str = "pays") -> Figure | None:
     """The gain on slower and faster links and in smaller and larger batches; None if it was not predicted."""
     if expected is None or expected.elsewhere is None or expected.links is None:
         return None
     grid = expected.elsewhere
     gains = 100 * np.array(grid.gains)
-    links, batches = [_times(factor) for factor in grid.bandwidths], [words.whole(n) for n in grid.batch_tokens]
+    links = ["these" if x == 1 else f"{Fraction(x).limit_denominator(64)} times" for x in grid.bandwidths]
+    batches = [words.whole(n) for n in grid.batch_tokens]
     high = max(float(gains.max()), 100 * WORTH)
     row = int(np.argmin(np.abs(np.array(grid.batch_tokens) - expected.tokens_per_batch)))
     here = row, int(np.argmin(np.abs(np.array(grid.bandwidths) - 1)))
@@ -39,10 +53,6 @@ def pays(expected: Expected | None, id: str = "pays") -> Figure | None:
     shares = (gains / high).clip(0, 1).tolist()
     table = Table("Gain in per cent, by tokens per batch and bandwidth of the links", ["tokens", *links], rows, shares)
     return Figure(id=id, table=table, scale=("0 % or less", f"{high:+.0f} %", "gain"), framed=here)
-
-
-def _times(factor: float) -> str:
-    return "these" if factor == 1 else f"{Fraction(factor).limit_denominator(64)} times"
 
 
 def layers(replayed: Replayed, id: str = "layers") -> Figure:

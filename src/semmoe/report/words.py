@@ -8,6 +8,12 @@ from semmoe.topology import Topology
 
 MAX_NAME = 80  # characters of a name that comes from a file
 NONE = "–"
+PAYOFFS = """A cell is the predicted share of a MoE layer's time that a plan saves against the best
+alternative: vanilla or, with attention-TP, expert parallelism without all-to-all; "no":
+not worth it. Columns are models, and tokens of a batch over all ranks: 1,024 is about a
+step of decoding, 16,384 one of prefill. Rows are attention and links; 100g and 400g
+(Gbit/s) join two nodes. Routing is taken to be as predictable as the shipped model's,
+whose counts follow. For your own model run semmoe profile, then semmoe solve --links."""
 
 
 def share(value: float | None) -> str:
