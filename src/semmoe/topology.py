@@ -95,7 +95,7 @@ class Fingerprint(Checked):
             raise ValueError(f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
 
     def check_same(self, other: Fingerprint, what: str) -> None:
-        """Raise ValueError with `what` and the first field in which `other` differs. Sizes are compared before hashes.
+        """Raise ValueError, beginning with `what`, that names the first field in which `other` differs, sizes first.
 
         In the message "there" is this fingerprint and "here" is `other`.
         """

@@ -37,8 +37,8 @@ def check_output(
     """Raise ValueError or OSError unless `path` can be written; to be called before the work that makes its content.
 
     force: whether an existing file may be replaced; None if the command has no such option. An empty directory is never
-    in the way. room: bytes that will be written. inputs: files and directories that the command reads, which `path`
-    must neither be nor hold nor lie in; None and names of no file are skipped.
+    in the way. room: bytes that will be written. inputs: files and directories that the command reads: `path` must not
+    be one, contain one or lie inside one; None and paths that do not exist are skipped.
     """
     _check_name(path)
     if path.exists() and path.is_dir() != directory:

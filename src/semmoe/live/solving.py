@@ -79,11 +79,11 @@ def by_age(trace: RoutingTrace) -> tuple[RoutingTrace, RoutingTrace]:
 
 
 def score(trace: RoutingTrace, plan: Plan) -> np.ndarray:
-    """Return local activation rates (1 + PARTS,) on a plan: of a stream of a trace's requests, then of its parts.
+    """Return local activation rates (1 + PARTS,) on a plan: of all requests, then of each of PARTS disjoint parts.
 
     The trace is not in arrival order: it interleaves the ranks' recordings, which would favor the plan that was
-    serving. So requests are shuffled. They come again and again, since for few requests the bound on a group's lead is
-    loose: a plan could send every request to the group that suits it.
+    serving. So requests are shuffled. They are repeated up to STREAM requests, since a short stream does not reach the
+    bound on a group's lead: a plan could send every request to the group that suits it.
     """
     rng, times = np.random.default_rng(0), -(-STREAM // trace.num_requests)
     again = np.concatenate([rng.permutation(trace.num_requests) for _ in range(times)])

@@ -144,7 +144,7 @@ def cocluster(activations: np.ndarray, quota: np.ndarray, num_clusters: int, set
 def objective(pull: np.ndarray, labels: np.ndarray, size: np.ndarray, theta: float) -> float:
     """Section 3.3: theta * (token imbalance over clusters) + (1 - theta) * (remote activations), per token.
 
-    pull: (N, C) activations local to each cluster in tokens; labels: (N,); size: (N,) tokens.
+    pull: (N, C) local activations of an item in each cluster, in tokens (pairs / K); labels: (N,); size: (N,) tokens.
     """
     clusters, total = pull.shape[1], size.sum()
     load = np.bincount(labels, weights=size, minlength=clusters)
@@ -190,9 +190,10 @@ def expert_place(together: np.ndarray, by_cluster: np.ndarray, settings: PaperSe
 
 @njit()
 def _request_schedule(flat, pull, quota, order, alpha, beta):
-    """Lines 28 to 42: assign items, by falling size, to the cluster of highest affinity that has room.
+    """Lines 28 to 42: assign items, in `order`, to the cluster of highest affinity that has room; return labels (N,).
 
-    flat: (N, M) activations; pull: (N, C) share of the item's activations whose experts are in each cluster.
+    flat: (N, M) activations; pull: (N, C) share of the item's activations whose experts are in each cluster; quota:
+    (N,) room that an item takes. alpha, beta: weights of the similarity to a cluster's items, and of pull.
     """
     items, clusters = pull.shape
     room = quota.sum() / clusters * (1 - 1e-9)

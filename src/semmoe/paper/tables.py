@@ -103,9 +103,10 @@ def _shuffle_tables(
 
 
 def _token_table(labels: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """T (V + 1,) and T_p (V + 1,) of a layer: the co-clustering's labels and how often each is the token's device.
+    """Return T (V + 1,), a rank for each token id, and T_p (V + 1,), the frequency with which it is its device.
 
-    labels: (V,), -1 for tokens that were not clustered; these and row V get the prior's device.
+    labels (V,): ranks by the co-clustering; ids that it lacks (-1) and row V get the device that is most frequent in
+    counts (V + 1, S), the devices of the occurrences of each id.
     """
     shares = _shares(counts, CONFIDENCE_PRIOR)
     ranks = np.append(labels, -1).astype(np.int64)

@@ -164,9 +164,9 @@ def place(
 
     predictor: assigns tokens to slices; None if a group is one rank. request_groups (R,): the attention group of each
     request, if there are several. start (L, E): rank labels of each layer's first start, if requests were clustered
-    jointly; others begin from which experts a token uses together, lest a placement that serves that alone be better.
-    until: when the search should end, by `time.monotonic`; every layer is searched once in any case. An expert of a
-    previous plan moves only if that pays.
+    jointly; the next start uses only the affinity of experts, and the others are random. until: when the search should
+    end, by `time.monotonic`; every layer is searched once in any case. An expert of a previous plan moves only if the
+    gain exceeds the move's cost.
     """
     f, ranks = problem.trace.fingerprint, problem.topology.ep_size
     redundant = problem.settings.redundant_experts

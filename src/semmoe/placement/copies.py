@@ -51,9 +51,9 @@ def primary_copy_choice(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
 def level(
     tokens: Tokens, home: np.ndarray, choice: np.ndarray, copies: np.ndarray, node_of: np.ndarray, costs, load_price
 ) -> np.ndarray:
-    """Improve the copy choice (G, E) for tokens of a profile on ranks home (T,).
+    """Improve the copy choice (G, E) for a profile's tokens with homes (T,): fewer rows, and a more level load.
 
-    copies (G, E, G) bool: copies that may be chosen. costs: RowCosts. load_price: of a rank's load above the mean.
+    copies (G, E, G) bool: copies that each source rank may choose. costs: RowCosts. load_price: of load above the mean.
     """
     expert_ids, request = tokens.expert_ids, tokens.request
     mixes = np.random.default_rng(0).exponential(size=(request.max() + 1, MIXES))

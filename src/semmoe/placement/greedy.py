@@ -11,7 +11,8 @@ from semmoe.numeric.jit import njit
 def place_layer(together, data, swaps, alpha, beta, gamma):
     """(E,) clusters of at most E / C experts, rounded up: greedy by falling load, then improving random swaps.
 
-    together (E, E): affinity of experts; data (E, C): activations of each expert by the data of each cluster.
+    together (E, E): affinity of experts; data (E, C): activations of each expert by the data of each cluster; swaps
+    (n, 2): pairs of experts to try. alpha, beta, gamma: weights of together, of data, and of a level load.
     """
     load = together.sum(axis=1)
     price = gamma * data.shape[1] / max(load.sum(), 1e-9)

@@ -35,7 +35,7 @@ def node_costs(costs: tuple[RowCosts, ...], topology: Topology, nodes: Topology)
 
 
 def pack_groups(together: np.ndarray, at_node: np.ndarray, num_groups: int, rng) -> np.ndarray:
-    """(E,) a node for each expert, the same for all of a gate group, by what is used together and where.
+    """Return a node for each expert (E,), one for all of a gate group, by affinity and the nodes of their tokens.
 
     together (E, E): affinity of experts; at_node (E, N): pairs of each expert by the node of their token.
     """
@@ -86,11 +86,11 @@ def copy_groups(
 
 
 def copy_hot(together: np.ndarray, at_rank: np.ndarray, nodes: int, places: int, rng, node: np.ndarray | None):
-    """Slots (G, places * N / G) with copies by load, as hierarchical eplb gives them, of nodes by affinity.
+    """Return slots (G, places * N / G): copies for the experts with most load, put on nodes by affinity.
 
-    together (E, E): affinity of experts; at_rank (E, G): pairs of each expert by the rank of their token; node (E,):
-    where experts and their copies stay, if that is given. Ranks of a node are packed by load; a rank that would have an
-    expert twice takes another that is used together with its own.
+    together (E, E): affinity of experts; at_rank (E, G): pairs of each expert by the rank of their token; places: slots
+    of a node; node (E,): the only node of each expert and its copies, or None. Ranks of a node are packed by load; a
+    rank that would have an expert twice takes the expert that is used most with its own.
     """
     load, size, at_node = together.sum(axis=1), at_rank.shape[1] // nodes, at_rank.reshape(len(together), nodes, -1)
     if node is None:

@@ -92,11 +92,11 @@ def pairs_between(
 
 
 def seat_groups(pairs: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """(D,) a new number for each group, so that few of the pairs (D, D) of one group with another are dear.
+    """Return a new number (D,) for each group, which lowers the cost of the pairs (D, D) between groups.
 
-    costs (D, D): of a pair, by the new numbers. Groups that use each other's experts come to one node, the one that
-    sends and receives least behind a slow link; all have as many tokens, as when they serve. A quadratic assignment:
-    swaps from today's numbers, and from those that SciPy's FAQ finds.
+    costs (D, D): of a pair between two numbers. So groups that use each other's experts come to one node, and the group
+    with least traffic behind a slow link. All groups weigh the same, as when they serve. This quadratic assignment
+    swaps numbers two by two, from the present ones and from those of SciPy's `quadratic_assignment`.
     """
     pairs = pairs / np.maximum(pairs.sum(axis=1, keepdims=True), 1e-30)
     drawn = {"rng": np.random.default_rng(0)}

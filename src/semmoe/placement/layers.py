@@ -120,7 +120,7 @@ class LayerSearch:
     def rough(
         self, load_prices: list[float], labels: np.ndarray | None = None, in_time: InTime = lambda: True
     ) -> list[Layout]:
-        """Return the best layout found at each price: from all starts at the first, at the others from the best.
+        """Return the best layout for each price of load: all starts are searched at the first, the best ones at others.
 
         labels (E,): rank labels of the first start. in_time: whether a further search may begin; the first always does.
         """

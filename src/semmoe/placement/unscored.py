@@ -11,9 +11,9 @@ from semmoe.requests.predictor import mean_length
 
 
 def solve(problem: Problem) -> Solution:
-    """Schedule requests by the work of the groups only: without scores and prices all groups tie.
+    """Schedule requests by the work of the groups only: scores and prices are 0, so all groups tie.
 
-    Weights are 1 except in row V, so that only ids outside the vocabulary count as unknown.
+    token_weights are 1 except in row V, so that only ids outside the vocabulary count as unknown.
     """
     rows, groups = problem.trace.fingerprint.vocab_size + 1, problem.topology.dp_size
     weights = np.ones(rows, np.float32)

@@ -179,10 +179,10 @@ class Communicator:
     ) -> list[Any]:
         """Start to send send[j] to each other rank j and to receive receive[j]; returns the works to pass to `wait`.
 
-        All tensors are contiguous; this rank's own entries are ignored.
-        Messages are counted here, bytes are not. Over gloo every receive is posted before the first send. gloo's own
-        all-to-all does the opposite, so that a rank's notice that it can receive queues behind its data and a link
-        carries one direction at a time (half of its capacity between two ranks, two thirds between four).
+        All tensors are contiguous; this rank's own entries are ignored. Messages are counted here, bytes are not.
+        Over gloo every receive is posted before the first send. gloo's own all-to-all does the opposite, so that a
+        rank's notice that it can receive queues behind its data and a link carries one direction at a time (half of
+        its capacity between two ranks, two thirds between four).
         """
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self.messages[kind] += sum((t := send[j]) is not None and t.numel() > 0 for j in others)

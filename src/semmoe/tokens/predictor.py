@@ -189,7 +189,7 @@ def project(
 def _project_layer(fitted: LayerFit, hosts: np.ndarray, counts, top_k: int, path_rows: int):
     """Token rows (N + 1, G) int8 and their shift, path rows (F, G) and history rows (2E + 1, G) int16 of a layer.
 
-    counts (N + 1, E): of the token ids that occur, and zeros.
+    hosts (E, G): the ranks that host each expert. counts (N + 1, E): of each profiled id, then zeros. path_rows: F.
     """
     intercept, previous, path, token_weights, running_weights = fitted.parts
     onto = token_weights @ hosts  # (E, G)

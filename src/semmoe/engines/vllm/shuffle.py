@@ -65,10 +65,10 @@ class LayerShuffle(TokenRows):
         layer.forward = functools.partial(self._whole, layer.forward)
 
     def begin(self, this: Pass) -> None:
-        """Begin a pass; one that decodes is not read here.
+        """Begin a pass. Tokens of a pass over prompts are known here; a decoding pass reads its own on the device.
 
-        The slots of its requests are written to a buffer that a captured pass reads, as it does vLLM's own of token ids
-        and positions. Slot 0 is padding, so slots count from 1.
+        For a decoding pass, the slots of its requests are copied to a buffer beside vLLM's buffers of token ids and
+        positions, which a captured graph reads too. Slot 0 is padding, so slots count from 1.
         """
         self.end()
         self._announced = True
