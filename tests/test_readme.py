@@ -109,7 +109,7 @@ def test_the_saved_rows_are_those_of_the_linked_files():
 
 
 def served(text, attention, name):
-    """The ratio of requests a second to vanilla's, all sent at once over the slowest links, of one configuration."""
+    """The ratio of requests a second to vanilla's, all sent at once over the slowest links, of a configuration."""
     section = text[text.index(f"## {attention}, at once, links of 59 %, EP2") :].split("\n## ")[0]
     row = next((line for line in section.splitlines() if line.startswith(f"| {name} |")), None)
     return "-" if row is None else row.split("|")[4].strip().replace("0.", ".")

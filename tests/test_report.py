@@ -289,10 +289,10 @@ def test_a_demo_leads_with_where_it_pays_then_the_counts_then_the_verdict(tmp_pa
     html, found = headings(tmp_path)
     assert found[:3] == [
         ("h1", "Where plans with this traffic pay on real models and links"),
-        ("h2", "What was measured"),
+        ("h2", "Measurements"),
         ("h2", f"The verdict on the plans for {HOSTILE} itself".replace("<", "&lt;").replace(">", "&gt;")),
     ]
-    assert [name for name, _ in found].count("h1") == html.count("What was measured</h2>") == 1
+    assert [name for name, _ in found].count("h1") == html.count("Measurements</h2>") == 1
     assert re.search(r"DP, pcie5</th>\s*<td>12%</td>\s*<td>no</td>", html)
     assert re.findall(r'<li><a href="#([a-z]+)', html)[:3] == ["payoffs", "measured", "verdict"]
 
