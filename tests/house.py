@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_542, 350, 50
+TOTAL, FILE, FUNCTION = 24_541, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
@@ -26,14 +26,14 @@ ROOMS = {
     "numeric": 213,
     "traces": 1187,
     "tokens": 984,
-    "requests": 638,
+    "requests": 640,
     "placement": 2654,
     "paper": 569,
     "costs": 768,
     "evaluation": 690,
     "runtime": 2107,
     "checkpoint": 1159,
-    "engines": 6382,
+    "engines": 6379,
     "live": 2062,
     "gateway": 349,
     "report": 682,

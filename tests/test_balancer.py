@@ -143,7 +143,7 @@ def test_short_answers_count_as_such():
 def test_unknown_ids_are_counted():
     balancer = Front(request_map())
     balancer.choose([1, V, V + 5, -3])
-    assert balancer.balancer.unknown_tokens == 3
+    assert balancer.balancer.scheduler.unknown_tokens == 3
 
 
 def test_the_papers_table():
@@ -153,7 +153,7 @@ def test_the_papers_table():
     )
     balancer = Front(table)
     assert [balancer.choose([1, 2, 99]) for _ in range(4)] == [1, 0, 1, 0]  # each rank once a round
-    assert balancer.balancer.unknown_tokens == 4
+    assert balancer.balancer.scheduler.unknown_tokens == 4
     balancer.reconcile(0, 0, as_of=0.0)
 
 
@@ -179,7 +179,7 @@ def test_a_namer_counts_unknown_ids_once_and_keeps_running_requests_when_the_pla
     other = plan(request_map(preferred=1))
     namer.prepare(other)
     assert namer.name(None, lambda: choose([1, 99])) == 1
-    assert namer._balancer._scheduler.work.sum() == pytest.approx(4 * (MEAN + 2))
+    assert namer._balancer.scheduler.work.sum() == pytest.approx(4 * (MEAN + 2))
     assert counted(counters, "unknown_tokens") == 4
     assert namer.name(1, lambda: pytest.fail("its rank is named")) is None
     assert counted(counters, "scheduled_requests") == 5
@@ -190,7 +190,7 @@ def test_sglang_s_loads_are_read_at_most_once_in_a_while_and_count_once(monkeypa
     monkeypatch.setattr(sglang_requests.time, "monotonic", clock)
     hook = sglang_requests.RequestHook(plan(request_map()), None, Counters("front"))
     monkeypatch.setattr(hook._ages, "ended", lambda *report: read.append(report) or [])
-    load = SimpleNamespace(dp_rank=1, timestamp=5.0, num_running_reqs=2, num_waiting_reqs=3)
+    load = SimpleNamespace(dp_rank=1, timestamp=5.0, num_running_reqs=2, num_waiting_reqs=3, max_running_requests=7)
     controller = SimpleNamespace(load_snapshot_reader=SimpleNamespace(read_all=lambda: [load]))
     hook._refresh(controller)
     load.timestamp = 6.0
@@ -201,3 +201,4 @@ def test_sglang_s_loads_are_read_at_most_once_in_a_while_and_count_once(monkeypa
     clock.now += 2 * sglang_requests.REFRESH
     hook._refresh(controller)  # the same report
     assert read == [(1, 5, 5.0), (1, 5, 6.0)]
+    assert hook._balancer.scheduler.most_at_once == 7

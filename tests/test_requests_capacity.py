@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from semmoe.evaluation.online import expected_tokens, live_settings
 from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
-from semmoe.requests.policy import PromptScores
+from semmoe.requests.policy import PromptScores, RoundRobin
+from semmoe.requests.scheduler import Assigned, RoundRobinScheduler
 
 
 def make_map(scores, weights=None, mean_length=10.0, prices=None, bias=None, spread=1.0) -> PromptScores:
@@ -161,6 +162,65 @@ def test_a_lead_costs_less_the_more_requests_run():
     """
     scheduler = CapacityScheduler(make_map([[0.3, 0], [0, 0]]), plain(lead_requests=1000, lead_price=0.4))
     assert [assign(scheduler, [0]) for _ in range(8)] == [0, 1, 0, 1, 0, 0, 1, 0]
+
+
+def after_unequal_requests() -> tuple[CapacityScheduler, list[Assigned]]:
+    """Group 0 has a request of 30, group 1 two of 10 and 20; each prefers its group by .3. With 1.5 of 3 requests
+    that run at once in each group, excess costs .4.
+    """
+    settings = plain(lead_requests=1000, excess_price=0.8, keep_finished=False)
+    scheduler = CapacityScheduler(make_map([[0.3, 0], [0, 0.3], [0, 0]]), settings)
+    scheduler.most_at_once = 3
+    handles = [scheduler.admit([[group]], [work])[0] for group, work in ((0, 30), (1, 10), (1, 20))]
+    assert [one.group for one in handles] == [0, 1, 1]
+    return scheduler, handles
+
+
+def test_long_requests_go_where_requests_are_short():
+    """With one of 40 the mean is 25: its excess is .6, the groups' .2 and -.8, so that group 0 loses .4 * .6 * 1 = .24.
+    With one of 60 the mean is 30, the excesses are 1, 0 and -1, and group 0 loses .4.
+    """
+    assert assign(after_unequal_requests()[0], [0], 40) == 0
+    assert assign(after_unequal_requests()[0], [0], 60) == 1
+
+
+def test_requests_that_have_ended_are_not_counted_as_short():
+    """With the request of 10 gone the mean is 36.7, and one of 60 loses .4 / 1.5 * .64 * .27 = .05 in group 0."""
+    scheduler, handles = after_unequal_requests()
+    scheduler.finish(handles[1], 0)
+    assert assign(scheduler, [0], 60) == 0
+
+
+def test_without_a_known_limit_there_are_no_waves():
+    scheduler = after_unequal_requests()[0]
+    scheduler.most_at_once = 0
+    assert assign(scheduler, [0], 60) == 0
+
+
+def test_requests_of_a_scheduler_without_a_ledger_are_not_counted():
+    before, after = RoundRobinScheduler(RoundRobin(num_groups=2)), after_unequal_requests()[0]
+    (handle,) = before.admit([[0]])
+    after.follow(before)
+    after.finish(handle, 0)
+    assert after.running.tolist() == [0, 0]
+
+
+@given(st.integers(0, 9999))
+def test_the_first_requests_of_all_groups_have_about_even_work(seed):
+    """Long requests prefer group 0 and short ones group 1. Of 32 each that run at once, work may differ by a tenth."""
+    table, rng = make_map([[0.1, 0], [0, 0.1], [0, 0]]), np.random.default_rng(seed)
+    lengths = np.where(long := rng.random(80) < 0.5, 140, 60) + rng.integers(40, size=80)
+    prompts = [np.full(length, int(not one)) for length, one in zip(lengths, long, strict=True)]
+
+    def lead(**changes) -> float:
+        scheduler = CapacityScheduler(table, live_settings(2, **changes))
+        scheduler.most_at_once = 32
+        groups = np.array([scheduler.admit([prompt])[0].group for prompt in prompts])
+        waves = [lengths[groups == group][:32].sum() for group in range(2)]
+        return max(waves) / min(waves)
+
+    assert lead() < 1.1
+    assert lead(excess_price=0) > 1.2, "what the price prevents"
 
 
 def test_requests_that_come_together_are_priced_as_those_that_come_one_by_one():

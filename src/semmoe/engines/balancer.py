@@ -18,30 +18,25 @@ GRACE = 0.2  # seconds until a request is expected to appear in its rank's load
 
 
 class RequestBalancer:
-    """Assigns requests to ranks, and counts prompt ids outside the tables. Not thread-safe."""
+    """Assigns requests to ranks by a scheduler, which counts prompt ids outside its tables. Not thread-safe."""
 
     def __init__(self, plan: Plan) -> None:
         if not plan.requests.by_tables:
             raise ValueError("this plan schedules no requests: solve one with --attention dp or hybrid")
-        self._scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
-
-    @property
-    def unknown_tokens(self) -> int:
-        """Prompt ids outside the tables so far."""
-        return self._scheduler.unknown_tokens
+        self.scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
 
     def admit(self, prompt_ids: Prompt, max_new_tokens: int | None) -> Assigned:
         """Assign a request that decodes at most `max_new_tokens` (None: no limit)."""
-        expected = expected_tokens(self._scheduler.mean_length, max_new_tokens)
-        return self._scheduler.admit([np.asarray(prompt_ids, np.int64)], [expected])[0]
+        expected = expected_tokens(self.scheduler.mean_length, max_new_tokens)
+        return self.scheduler.admit([np.asarray(prompt_ids, np.int64)], [expected])[0]
 
     def finish(self, assigned: Assigned) -> None:
         """Report that a request has ended or will never begin."""
-        self._scheduler.finish(assigned, assigned.work)
+        self.scheduler.finish(assigned, assigned.work)
 
     def follow(self, before: "RequestBalancer") -> None:
         """Take over the ledger of the balancer of another plan, whose requests still run."""
-        self._scheduler.follow(before._scheduler)
+        self.scheduler.follow(before.scheduler)
 
 
 class Ages:

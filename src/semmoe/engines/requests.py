@@ -61,6 +61,6 @@ class RequestNamer:
     def admit(self, prompt_ids: Prompt, max_new_tokens: int | None) -> Assigned:
         """Assign a request by the balancer, and count the prompt ids outside its tables."""
         found = self._balancer.admit(prompt_ids, max_new_tokens)
-        self._counters.add("unknown_tokens", self._balancer.unknown_tokens - self._unknown)
-        self._unknown = self._balancer.unknown_tokens
+        self._counters.add("unknown_tokens", self._balancer.scheduler.unknown_tokens - self._unknown)
+        self._unknown = self._balancer.scheduler.unknown_tokens
         return found

@@ -13,6 +13,7 @@ from semmoe.requests.scheduler import Assigned, Prompt, RequestScheduler, RoundR
 
 LIVE_LEAD = 2.0  # mean requests by which a live group may lead
 LIVE_PRICE = 0.25  # price of a lead by a mean request, in shares of a request's pairs, while a group runs one request
+LIVE_EXCESS = 0.8  # price of a request's excess times its group's, in shares of a request's pairs
 BATCH_LEAD = 0.05  # share of the mean work by which a group of a batch may exceed it, unless a single request is larger
 SCHEDULERS: dict[str, Callable[[Any, SchedulerSettings], RequestScheduler]] = {
     RoundRobin.kind: lambda policy, settings: RoundRobinScheduler(policy),
@@ -84,12 +85,11 @@ def schedule_live(trace: RoutingTrace, plan: Plan, running: int) -> np.ndarray:
 def live_settings(groups: int, **changes: Any) -> SchedulerSettings:
     """Scheduler settings for a live engine, whose ledger holds running work only.
 
-    Such a ledger stays short. Every pass takes as long as its fullest group, so that a lead has a price, and locality
-    decides among groups that are about equally free (docs/method.md has the figures). The bound is for
-    traffic that the plan does not know, all of which may prefer one group.
+    Leads and uneven requests have prices, so that locality decides among groups that are about equally free
+    (docs/method.md has the figures). The bound is for traffic that the plan does not know, all for one group.
     """
-    lead = {"lead_requests": LIVE_LEAD * groups, "lead_price": LIVE_PRICE, "feedback": 0.0}
-    return SchedulerSettings(**({"keep_finished": False, "prompt_cost": 1.0} | lead | changes))
+    lead = {"lead_requests": LIVE_LEAD * groups, "lead_price": LIVE_PRICE, "excess_price": LIVE_EXCESS}
+    return SchedulerSettings(**({"keep_finished": False, "prompt_cost": 1.0, "feedback": 0.0} | lead | changes))
 
 
 def expected_tokens(mean: float, max_new_tokens: int | None) -> float:

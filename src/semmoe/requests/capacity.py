@@ -28,6 +28,12 @@ The first is for a ledger of all work; prices that followed true lengths, which 
 second is what running requests cost, in shares of a request's pairs: a pass takes as long as its fullest group, which
 one more request makes of a group the less likely the more requests run.
 
+Waves. An engine runs at most N (`most_at_once`) requests of a group at once. If one group gets few long requests and
+another many short ones of as much work, the first N of one end sooner, and it decodes while the other reads prompts. A
+request's excess is its work beyond the ledger's mean request, in mean requests, and a group's is the sum over its
+requests. A request's value in a group falls by excess_price * its excess * the group's, in full once groups have N
+requests and in proportion before. At a price of .8 twice the mean work then costs .8 of the pairs at an excess of 1.
+
 Window. Requests that are assigned together are improved by moves and swaps among them, which raise the total value.
 
 Worked example, two groups, requests of work 10, lead_requests 2 (allowance 10 tokens), no share, feedback or prices:
@@ -56,6 +62,7 @@ class SchedulerSettings:
     lead_share: float = 0.085  # bound on a group's lead for a long ledger: share of the mean work of a group
     feedback: float = 0.02  # price per mean request ahead of the mean, in standard deviations of the score
     lead_price: float = 0.0  # the same, in shares of a request's pairs, while a group has one request on average
+    excess_price: float = 0.0  # of a request's excess times its group's, in shares of a request's pairs
     prompt_cost: float = 0.0  # work of a prompt token, in decode tokens
     keep_finished: bool = True  # the ledger holds all work so far; False: running work only
 
@@ -69,12 +76,8 @@ class SchedulerSettings:
 class _Arrived:
     request: int
     scores: np.ndarray  # (D,)
-    expected_tokens: float
+    work: float
     prompt_work: float
-
-    @property
-    def work(self) -> float:
-        return self.prompt_work + self.expected_tokens
 
 
 class CapacityScheduler(RequestScheduler):
@@ -95,7 +98,7 @@ class CapacityScheduler(RequestScheduler):
             raise ValueError(f"bias and prices must have {D} entries")
         self.mean_length = float(table.mean_length)
         self._price_per_request = self.settings.feedback * table.score_spread
-        self._seen, self._mean_work = 0, 0.0  # requests, and the mean of their work
+        self._seen, self._mean_work = 0, LEAST_WORK  # requests, and the mean of their work
         self._work, self._expected = np.zeros(D), np.zeros(D)  # the ledger with and without the corrections of `finish`
 
     @property
@@ -125,6 +128,7 @@ class CapacityScheduler(RequestScheduler):
             self._work[assigned.group] += assigned.prompt_work + actual_tokens
         else:
             self._expected[assigned.group] -= assigned.work
+            self.running[assigned.group] -= assigned.work > 0
 
     def follow(self, before: RequestScheduler) -> None:
         """Begin with the running work of another scheduler, whose handles `finish` then takes too."""
@@ -137,8 +141,9 @@ class CapacityScheduler(RequestScheduler):
         self.arrivals += 1
         self._seen += 1
         prompt_work = self.settings.prompt_cost * float(len(prompt_ids))
-        self._mean_work += (expected + prompt_work - self._mean_work) / self._seen
-        return _Arrived(self.arrivals - 1, self.score(prompt_ids), float(expected), prompt_work)
+        work = prompt_work + float(expected)
+        self._mean_work = max(self._mean_work + (work - self._mean_work) / self._seen, LEAST_WORK)
+        return _Arrived(self.arrivals - 1, self.score(prompt_ids), work, prompt_work)
 
     def _place(self, window: list[_Arrived]) -> list[Assigned]:
         """Assign `window` together and enter its requests in the ledger."""
@@ -146,36 +151,30 @@ class CapacityScheduler(RequestScheduler):
             return []
         work = np.array([request.work for request in window])
         live = self._live_price()
-        price = self._price_per_request / max(self._mean_work, LEAST_WORK) + live
+        price = self._price_per_request / self._mean_work + live
         scores = np.stack([request.scores for request in window])
         value = scores - self._prices - price * (self._expected - self._expected.mean())
+        if self.most_at_once:
+            mean = max((self._expected.sum() + work.sum()) / (self.running.sum() + len(work)), LEAST_WORK)
+            excess = np.outer(work / mean - 1, self._expected / mean - self.running)
+            value -= self.settings.excess_price * min(float(self.running.mean()) / self.most_at_once, 1.0) * excess
         room = self._limit(work) - self._work
         chosen = _greedy(value, work, room, self._work, live)
-        if len(window) > 1:
-            chosen = self._improved(value, work, room, chosen, live)
-        out = [
-            Assigned(request.request, int(group), request.work, request.prompt_work)
-            for request, group in zip(window, chosen, strict=True)
-        ]
-        for assigned in out:
-            self._work[assigned.group] += assigned.work
-            self._expected[assigned.group] += assigned.work
+        if len(window) > 1 and live == 0:  # moves and swaps ignore the price of a lead
+            costs = np.repeat(work[:, None], len(room), axis=1)
+            chosen = improve_assignment(value * (work[:, None] + 1e-9), costs, room, chosen, SWEEPS)
+        out = []
+        for request, group in zip(window, chosen.tolist(), strict=True):
+            out.append(Assigned(request.request, group, request.work, request.prompt_work))
+            self._work[group] += request.work
+            self._expected[group] += request.work
+            self.running[group] += request.work > 0  # a handle without work is not of this ledger: see `follow`
         return out
-
-    def _improved(
-        self, value: np.ndarray, work: np.ndarray, room: np.ndarray, chosen: np.ndarray, live: float
-    ) -> np.ndarray:
-        """(W,) groups after moves and swaps among a window's requests that raise the total value."""
-        if live > 0:  # moves and swaps ignore prices, so they may only exchange requests of about equal work
-            given = np.bincount(chosen, work, len(room))
-            room = np.minimum(room, given + 0.5 * self._mean_work)
-        costs = np.repeat(work[:, None], len(room), axis=1)
-        return improve_assignment(value * (work[:, None] + 1e-9), costs, room, chosen, SWEEPS)
 
     def _live_price(self) -> float:
         """Return the price of a token of work ahead of the mean while requests run, in shares of a request's pairs."""
-        request = max(self._mean_work, LEAST_WORK)
-        return self.settings.lead_price / request / max(float(self._expected.mean()) / request, 1.0) ** 0.5
+        running = float(self._expected.mean()) / self._mean_work
+        return self.settings.lead_price / self._mean_work / max(running, 1.0) ** 0.5
 
     def _limit(self, work: np.ndarray) -> float:
         """The most work that any group may have after requests of `work` (W,) are assigned."""

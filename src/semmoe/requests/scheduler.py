@@ -34,6 +34,8 @@ class RequestScheduler:
 
     def __init__(self, num_groups: int) -> None:
         self._groups = num_groups
+        self.running = np.zeros(num_groups)  # (D,) requests in the ledger, if there is one
+        self.most_at_once = 0  # requests that a group runs at once; 0: not known
 
     @property
     def work(self) -> np.ndarray:
@@ -61,7 +63,8 @@ class RequestScheduler:
 
     def follow(self, before: "RequestScheduler") -> None:
         """Begin with the ledger of another scheduler over as many groups, whose handles `finish` then takes too."""
-        self.arrivals = before.arrivals
+        self.arrivals, self.most_at_once = before.arrivals, before.most_at_once
+        self.running = before.running.copy()
 
 
 class RoundRobinScheduler(RequestScheduler):

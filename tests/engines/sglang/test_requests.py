@@ -54,10 +54,10 @@ def test_scheduled_and_counted(hook):
 def test_a_plan_that_was_prepared_assigns_the_next_request_beside_those_that_run(hook, swap_plans):
     for _ in range(3):
         send(hook, Controller(), request([5, 6, 7]))
-    work, other = hook._balancer._scheduler.work, load_plan(swap_plans["dp2"][0])
+    work, other = hook._balancer.scheduler.work, load_plan(swap_plans["dp2"][0])
     hook.prepare(other)
     assert send(hook, Controller(), request([5, 6, 7])) in (0, 1)
-    assert hook._balancer._scheduler.work.sum() > work.sum() > 0
+    assert hook._balancer.scheduler.work.sum() > work.sum() > 0
     numbers = [value for name, _, value in hook._counters.readings() if name == "request_plan_number"]
     assert numbers == [plan_number(other)]
     assert counted(hook)["scheduled_requests plan"] == 4
@@ -99,5 +99,6 @@ def test_reported_loads_make_room(hook):
     first = [send(hook, Controller(), request(req)) for _ in range(12)]
     assert set(first) == {0, 1}
     hook._looked = 0.0
-    empty = [SimpleNamespace(dp_rank=r, timestamp=1e12, num_running_reqs=0, num_waiting_reqs=0) for r in (0, 1)]
+    idle = {"timestamp": 1e12, "num_running_reqs": 0, "num_waiting_reqs": 0, "max_running_requests": 0}
+    empty = [SimpleNamespace(dp_rank=r, **idle) for r in (0, 1)]
     assert send(hook, Controller(empty), request(req)) == first[0]

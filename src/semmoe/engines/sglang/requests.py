@@ -69,6 +69,7 @@ class RequestHook(RequestNamer):
         for load in controller.load_snapshot_reader.read_all():
             if load.timestamp != self._loads.get(load.dp_rank):
                 self._loads[load.dp_rank] = load.timestamp
+                self._balancer.scheduler.most_at_once = load.max_running_requests
                 running = load.num_running_reqs + load.num_waiting_reqs
                 for assigned in self._ages.ended(load.dp_rank, running, load.timestamp):
                     self._balancer.finish(assigned)

@@ -35,6 +35,7 @@ class RequestHook(RequestNamer):
     def _choose(self, client: Any, request: Any) -> int | None:
         if not request.prompt_token_ids or len(client.core_engines) != self._ranks:
             return None  # no token ids, for example if the prompt is given as embeddings
+        self._balancer.scheduler.most_at_once = client.vllm_config.scheduler_config.max_num_seqs
         most = getattr(request.sampling_params, "max_tokens", None)
         assigned = self.admit(request.prompt_token_ids, most)
         self._running[request.request_id] = assigned
