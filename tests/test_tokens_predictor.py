@@ -305,9 +305,10 @@ def test_a_lookback_out_of_range_is_refused(lookback):
 def test_the_products_are_those_of_the_whole_matrix(looks):
     trace, (lookback, ordered) = random_trace(4, requests=20, layers=4), looks
     counts = regression.count_tokens(trace, 3)
-    design = regression.design_of(trace, 3, Looks(lookback=lookback, ordered=ordered), counts, loo=True)
+    design = regression.design_of(trace, 3, Looks(lookback=2, ordered=1), counts, loo=True)
+    design = regression.with_looks(design, trace, 3, Looks(lookback=lookback, ordered=ordered))
     one_hot = (design.active[..., None] == np.arange(design.columns + design.num_experts)).any(axis=1).astype(float)
     whole = np.concatenate([one_hot[:, : design.columns], design.dense], axis=1)
-    square, target = regression.products(design)
+    square, target = regression.products(design, regression.dense_products(design))
     np.testing.assert_allclose(square, whole.T @ whole, rtol=1e-5, atol=1e-3)
     np.testing.assert_allclose(target, whole.T @ one_hot[:, design.columns :], rtol=1e-5, atol=1e-3)

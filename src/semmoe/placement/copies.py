@@ -55,34 +55,50 @@ def level(
 
     copies (G, E, G) bool: copies that each source rank may choose. costs: RowCosts. load_price: of load above the mean.
     """
-    expert_ids, request = tokens.expert_ids, tokens.request
+    expert_ids, request = tokens.expert_ids.astype(np.int64), tokens.request
     mixes = np.random.default_rng(0).exponential(size=(request.max() + 1, MIXES))
-    load_of_pair = mixes[request]
-    load_of_pair *= len(choice) / (load_of_pair.sum(axis=0) * expert_ids.shape[1])
-    pair = home[:, None] * choice.shape[1] + expert_ids
-    order = np.argsort(pair, axis=None, kind="stable")
-    offsets = np.searchsorted(pair.ravel()[order], np.arange(choice.size + 1))
-    out = choice.astype(np.int64)
-    rows, charged = order // expert_ids.shape[1], (costs.rank, costs.node, costs.pair, node_of)
-    _level(expert_ids.astype(np.int64), load_of_pair, rows, offsets, copies, charged, load_price, out)
+    mixes *= len(choice) / (np.bincount(request) @ mixes * expert_ids.shape[1])
+    out, charged = choice.astype(np.int64), (costs.rank, costs.node, costs.pair, node_of)
+    _level(expert_ids, request, home[:, None] * choice.shape[1] + expert_ids, mixes, copies, charged, load_price, out)
     return out
 
 
 @njit(nogil=True)
-def _level(expert_ids, load_of_pair, tokens, offsets, copies, costs, load_price, choice):
-    """Move (source rank, expert) pairs to other copies, updating `choice` in place.
+def _by_pair(pairs, number):
+    """(T * K,) the tokens of each of `number` pairs in pairs (T, K), and (number + 1,) where those of each begin."""
+    T, K = pairs.shape
+    offsets, tokens = np.zeros(number + 1, np.int64), np.zeros(T * K, np.int64)
+    for t in range(T):
+        for k in range(K):
+            offsets[pairs[t, k] + 1] += 1
+    for i in range(number):
+        offsets[i + 1] += offsets[i]
+    place = offsets.copy()
+    for t in range(T):
+        for k in range(K):
+            tokens[place[pairs[t, k]]] = t
+            place[pairs[t, k]] += 1
+    return tokens, offsets
 
-    tokens[offsets[i] : offsets[i + 1]] are the tokens of pair i.
+
+@njit(nogil=True)
+def _level(expert_ids, request, pairs, mixes, copies, costs, load_price, choice):
+    """Move (source rank, expert) pairs to other copies, updating `choice` (G, E) in place.
+
+    request (T,), pairs (T, K) of source rank and expert. mixes (R, J): load of a pair of each request.
     """
-    (G, E), J = choice.shape, load_of_pair.shape[1]
+    (G, E), J = choice.shape, mixes.shape[1]
     share, load = np.zeros((G * E, J)), np.zeros((G, J))
+    tokens, offsets = _by_pair(pairs, G * E)
     # the load of every pair, and of the ranks by today's choice
     for pair in range(G * E):
+        rank = choice[pair // E, pair % E]
         for t in tokens[offsets[pair] : offsets[pair + 1]]:
+            r = request[t]
             for j in range(J):  # a loop: a sum of arrays takes seconds to compile
-                share[pair, j] += load_of_pair[t, j]
+                share[pair, j] += mixes[r, j]
         for j in range(J):
-            load[choice[pair // E, pair % E], j] += share[pair, j]
+            load[rank, j] += share[pair, j]
     for _ in range(SWEEPS):
         moved = False
         for pair in range(G * E):

@@ -3,13 +3,11 @@
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_matrix, diags
 
 from semmoe.costs.metrics import layer_traffic
 from semmoe.costs.rows import RowCosts
 from semmoe.placement.homes import njit
 from semmoe.placement.problem import Tokens
-from semmoe.traces.affinity import count
 
 MIXES = 64
 
@@ -53,9 +51,21 @@ def draw_mixes(tokens: Tokens, num_experts: int, ep_size: int, batch_tokens: int
 
 def resampled_shares(ids: np.ndarray, request: np.ndarray, number: int, mixes: int, rng) -> np.ndarray:
     """(mixes, number) float64: share of each of `number` ids in ids (T, K), with the requests (T,) resampled twice."""
-    by_request = count(request, ids, int(request.max()) + 1, number)
-    share = rng.poisson(rng.poisson(1, (mixes, by_request.shape[0]))).astype(np.float64) @ by_request + 1e-9
+    draws = rng.poisson(rng.poisson(1, (mixes, int(request.max()) + 1))).astype(np.float64)
+    share = _sum_rows(np.ascontiguousarray(draws.T), np.broadcast_to(request[:, None], ids.shape), ids, number).T + 1e-9
     return share / share.sum(axis=1, keepdims=True)
+
+
+@njit
+def _sum_rows(rows, row_of, ids, number):
+    """(number, J) the sum, for each of `number` ids in ids (T, K), of the rows (N, J) that row_of (T, K) names."""
+    out = np.zeros((number, rows.shape[1]))
+    for t in range(ids.shape[0]):
+        for k in range(ids.shape[1]):
+            i, row = ids[t, k], row_of[t, k]
+            for j in range(rows.shape[1]):
+                out[i, j] += rows[row, j]
+    return out
 
 
 def expected_load(
@@ -77,18 +87,13 @@ def expected_load(
     drawn = resampled_shares(pair, request, homes * E, MIXES, rng).reshape(MIXES, homes, E)
     share = drawn / drawn.sum(axis=2, keepdims=True)
     share *= drawn.sum(axis=1, keepdims=True) / share.sum(axis=1, keepdims=True)
-    load = share.reshape(MIXES, -1) @ _shares_of_ranks(pair, targets, homes * E, G)
+    # each token brings an equal part of its pair's share to the rank that computes it
+    part = share.reshape(MIXES, -1).T / np.maximum(np.bincount(pair.ravel(), minlength=homes * E), 1)[:, None]
+    load = _sum_rows(part, pair, targets, G).T
     load += rng.normal(size=load.shape) * np.sqrt(
         np.clip(load * (1 - load), 0, 1) / (batch_tokens * expert_ids.shape[1])
     )
     return float((load.max(axis=1) * G).mean())
-
-
-def _shares_of_ranks(pair: np.ndarray, targets: np.ndarray, number: int, ranks: int) -> csr_matrix:
-    """(number, G) the share of each pair (T, K), of `number` kinds, that each rank of targets (T, K) computes."""
-    ones = np.ones(pair.size)
-    counts = csr_matrix((ones, (pair.ravel(), targets.ravel().astype(np.int64))), shape=(number, ranks))
-    return diags(1 / np.maximum(np.asarray(counts.sum(axis=1)).ravel(), 1)) @ counts
 
 
 @njit
@@ -112,7 +117,8 @@ def highest(prices):
     slope[:] = 0.0
     for e in range(slope.shape[0]):
         for j in range(J):
-            slope[e, rank[0, j]] += mixes[e, j] / J
+            slope[e, rank[0, j]] += mixes[e, j]
+    slope /= J
     return total / J
 
 

@@ -26,9 +26,11 @@ from semmoe.tokens.regression import (
     TOKEN_PRIOR,
     apply_weights,
     count_tokens,
+    dense_products,
     design_of,
     products,
     ridge_weights,
+    with_looks,
 )
 from semmoe.tokens.slices import Looks, PathScores
 from semmoe.traces.affinity import resolve_tokens
@@ -74,7 +76,8 @@ def fit(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> Predicto
 
     def one(layer: int) -> LayerFit:
         design = design_of(sample, layer, looks, count_tokens(sample, layer), loo=True)
-        return LayerFit(ridge_weights(*products(design), ridge), design.mean)
+        normal = products(design, dense_products(design))
+        return LayerFit(ridge_weights(*normal, ridge), design.mean)
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         layers = list(pool.map(one, range(trace.fingerprint.num_layers)))
@@ -134,9 +137,11 @@ def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[L
     truth = np.zeros((held.num_tokens, E), np.float32)
     np.put_along_axis(truth, held.expert_ids[:, layer].astype(np.int64), 1, axis=1)
     out = np.empty((len(shapes), len(RIDGES), 3))
-    for s, shape in enumerate(shapes):
-        train, test = design_of(rest, layer, shape, counts, loo=True), design_of(held, layer, shape, counts, loo=False)
-        normal, nothing = products(train), ((train.mean - truth) ** 2).sum()
+    first, tested = (design_of(part, layer, shapes[0], counts, loo=part is rest) for part in (rest, held))
+    of_dense, nothing = dense_products(first), ((first.mean - truth) ** 2).sum()
+    for s, shape in enumerate(shapes):  # shapes differ in their path alone
+        test = with_looks(tested, held, layer, shape)
+        normal = products(with_looks(first, rest, layer, shape), of_dense)
         for i, ridge in enumerate(RIDGES):
             predicted = apply_weights(test, ridge_weights(*normal, ridge))
             top = np.argpartition(-predicted, K - 1, axis=1)[:, :K]

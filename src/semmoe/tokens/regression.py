@@ -3,7 +3,7 @@
 Letters beside core's: A one-hot columns of a row, C all one-hot columns, F one-hot columns for the path.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import linalg
@@ -25,6 +25,7 @@ class Design:
     columns: int  # one-hot feature columns: intercept, E + 1 of the previous token, F of the path
     mean: np.ndarray  # (E,)
     num_experts: int
+    has_previous: np.ndarray  # (N,) bool: whether there is a previous token
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def design_of(trace: RoutingTrace, layer: int, looks: Looks, token_counts: Token
     loo: leave each token's own occurrence out of its counts; False if these come from other requests.
     """
     history = trace.phase == DECODE
-    K, E = trace.fingerprint.top_k, trace.fingerprint.num_experts
+    K = trace.fingerprint.top_k
     experts = trace.expert_ids[:, layer].astype(np.int32)
     total = token_counts.rows.sum(axis=0).astype(np.float64)
     mean = total * K / max(total.sum(), 1)
@@ -66,6 +67,20 @@ def design_of(trace: RoutingTrace, layer: int, looks: Looks, token_counts: Token
         np.put_along_axis(counts, experts, np.take_along_axis(counts, experts, axis=1) - 1, axis=1)
     running, has_previous = _running_means(experts, trace.request_offsets, history, mean.astype(np.float32))
     dense = np.concatenate([token_shares(counts, mean, K), running], axis=1)
+    active, columns = _one_hot_columns(trace, layer, looks, has_previous)
+    return Design(dense, active, columns, mean, trace.fingerprint.num_experts, has_previous)
+
+
+def with_looks(design: Design, trace: RoutingTrace, layer: int, looks: Looks) -> Design:
+    """Return a design of the same trace and layer with another path."""
+    active, columns = _one_hot_columns(trace, layer, looks, design.has_previous)
+    return replace(design, active=active, columns=columns)
+
+
+def _one_hot_columns(trace: RoutingTrace, layer: int, looks: Looks, has_previous: np.ndarray) -> tuple[np.ndarray, int]:
+    """The one-hot columns (N, A) of each row, targets last, and the number of those that are features."""
+    K, E = trace.fingerprint.top_k, trace.fingerprint.num_experts
+    experts = trace.expert_ids[:, layer].astype(np.int32)
     previous = np.full((len(experts), K), -1, np.int32)
     previous[1:][has_previous[1:]] = 1 + experts[:-1][has_previous[1:]]
     previous[~has_previous, 0] = 1 + E
@@ -74,8 +89,7 @@ def design_of(trace: RoutingTrace, layer: int, looks: Looks, token_counts: Token
         step = np.arange(K, dtype=np.int32) * E if j < looks.ordered else 0
         blocks.append(base + step + chosen.astype(np.int32))
         base += E * (K if j < looks.ordered else 1)
-    active = np.concatenate([*blocks, base + experts], axis=1)
-    return Design(dense, active, base, mean, E)
+    return np.concatenate([*blocks, base + experts], axis=1), base
 
 
 @njit(nogil=True)
@@ -116,11 +130,16 @@ def _one_hot_products(dense, active, size):
     return both + both.T, mixed
 
 
-def products(design: Design) -> tuple[np.ndarray, np.ndarray]:
-    """X'X (columns + 2E, square) and X'Y (columns + 2E, E) of a layer's regression."""
+def dense_products(design: Design) -> np.ndarray:
+    """(2E, 2E) float64: the dense columns times each other."""
+    return (design.dense.T @ design.dense).astype(np.float64)
+
+
+def products(design: Design, of_dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """X'X (columns + 2E, square) and X'Y (columns + 2E, E) of a layer's regression; of_dense: its `dense_products`."""
     C, E = design.columns, design.num_experts
     both, mixed = _one_hot_products(design.dense, design.active, C + E)
-    square = np.block([[both[:C, :C], mixed[:C]], [mixed[:C].T, (design.dense.T @ design.dense).astype(np.float64)]])
+    square = np.block([[both[:C, :C], mixed[:C]], [mixed[:C].T, of_dense]])
     return square, np.concatenate([both[:C, C:], mixed[C:].T])
 
 
