@@ -18,13 +18,14 @@ from test_placement_search import (
     uniform_costs,
 )
 
-from semmoe.placement import moves, swaps
+from semmoe.costs.rows import plain_costs
+from semmoe.placement import moves
 from semmoe.placement.homes import index, make_state
 from semmoe.placement.loads import MIXES, draw_mixes, highest, load_gain, make_prices
 from semmoe.placement.moves import PROMOTE, REPLACE, SWAP
 from semmoe.placement.problem import Tokens
 from semmoe.placement.replicas import contribute, make_tables
-from semmoe.placement.search import Effort, Turn, settle
+from semmoe.placement.search import Effort, Turn, collect, settle
 from semmoe.topology import Topology
 
 SINGLE = [
@@ -54,7 +55,7 @@ def test_the_table_s_gain_of_every_swap_is_what_loops_find(topology, seed, price
     instance, (slots, primary) = random_sets(seed, 8, topology.dp_size), random_layout(seed, 8, G)
     state, _ = make_state(instance, slots.copy(), primary.copy(), topology, uniform_costs(topology))
     tables, place = make_tables(state), np.argsort(slots, axis=None)
-    moves._settle(state, tables, price_steps, swaps.contribute)
+    moves._settle(state, tables, price_steps, moves.SWAPS)
     before = value(instance, slots, primary, topology, state.price, hosting=True)
     assert tables.value[0] == pytest.approx(before, abs=1e-6)
     for a, b in ((a, b) for a, b in product(range(8), repeat=2) if primary[a] != primary[b]):
@@ -79,7 +80,7 @@ def test_the_tables_are_exact_for_any_costs(topology, redundant, top_k, seed):
     slots, primary = random_layout(seed, 8, topology.ep_size, redundant)
     state, _ = make_state(instance, slots.copy(), primary.copy(), topology, costs)
     tables = make_tables(state)
-    moves._settle(state, tables, 2)
+    moves._settle(state, tables, 2, moves.REPLICAS)
     before = value(instance, slots, primary, topology, state.price, costs)
     assert tables.value[0] == pytest.approx(before, abs=1e-6)
     for other, first in neighbours(slots, primary):
@@ -148,7 +149,7 @@ def test_a_group_of_more_homes_than_are_looked_at_is_told_no_gain_that_is_not_th
     costs = random_costs(5, topology)
     state, _ = make_state(instance, slots.copy(), primary.copy(), topology, costs)
     tables = make_tables(state)
-    moves._settle(state, tables, 2)
+    moves._settle(state, tables, 2, moves.REPLICAS)
     before, found = value(instance, slots, primary, topology, state.price, costs), []
     for other, first in neighbours(slots, primary):
         told = gain(state, tables, slots, primary, other, first)
@@ -169,11 +170,64 @@ def test_what_is_put_in_can_be_taken_out(topology, redundant, room, seed):
     tables, every = make_tables(state), np.arange(len(instance[0]))
     if not room:
         tables = tables._replace(where=tables.where[:, :1].copy(), what=tables.what[:, :1].copy())
-    moves._settle(state, tables, 2)
+    moves._settle(state, tables, 2, moves.REPLICAS)
     assert (tables.kept >= 0).all() == room
     assert tables.served.sum() == pytest.approx(instance[1].sum() * 3)
     contribute(state, tables, every, len(every), -1.0)
     assert np.abs(tables.sums).max() < 1e-6
+
+
+ONE_NODE = [Topology(ep_size=4), Topology(ep_size=4, dp_size=2), Topology(ep_size=4, dp_size=4), Topology(ep_size=8)]
+
+
+def filled(tables):
+    """The tables by name, but for entries of `instead` that put an expert in its own place, which no move is."""
+    return {name: getattr(tables, name) for name in tables._fields[: tables._fields.index("sums")] if name != "instead"}
+
+
+@pytest.mark.parametrize("topology", ONE_NODE, ids=name)
+@settings(max_examples=8)
+@given(seed=st.integers(0, 9999), activation=st.sampled_from([1.0, 0.125]))
+def test_one_node_has_the_tables_that_any_costs_have(topology, seed, activation):
+    instance, costs = random_sets(seed, 8, topology.dp_size), (plain_costs(topology, activation, 1.0, 1.0),)
+    (slots, primary), both = random_layout(seed, 8, topology.ep_size, 8), []
+    for fill in (moves.REPLICAS, moves.ONE_NODE):
+        state, _ = make_state(instance, slots.copy(), primary.copy(), topology, costs)
+        both.append(make_tables(state))
+        moves._settle(state, both[-1], 2, fill)
+    assert moves.choose_fill(state) == moves.ONE_NODE
+    for table, general in filled(both[0]).items():
+        np.testing.assert_allclose(getattr(both[1], table), general, atol=1e-9, err_msg=table)
+    other = np.arange(8) != slots.ravel()[:, None]  # an expert does not take its own place
+    np.testing.assert_allclose(both[1].instead[other], both[0].instead[other], atol=1e-9)
+
+
+@pytest.mark.parametrize("fill", [moves.REPLICAS, moves.ONE_NODE])
+@settings(max_examples=8)
+@given(seed=st.integers(0, 9999))
+def test_tables_follow_every_move(fill, seed):
+    """Sets of the experts of a move are taken out before it and put in after it: so the tables are those of a fill."""
+    topology, rng = Topology(ep_size=4), np.random.default_rng(seed)
+    (slots, primary), mark = random_layout(seed, 4, 4, 4), 0
+    state, scratch = make_state(
+        random_sets(seed, 4, 1, count=20), slots.copy(), primary.copy(), topology, uniform_costs(topology)
+    )
+    tables, fresh, every = make_tables(state), make_tables(state), np.arange(len(state.sets))
+    moves._settle(state, tables, 2, fill)
+    scratch.stamp[:] = -1
+    for mark in range(10):
+        options = [to for to in neighbours(slots, primary) if (to[0] != slots).any() or (to[1] != primary).any()]
+        to = options[rng.integers(len(options))]
+        kind, p, other = as_move(slots, primary, *to)
+        b = slots.ravel()[other] if kind == SWAP else other
+        count = collect(state, scratch, slots.ravel()[p], b, mark)
+        moves.contribute(state, tables, scratch.touched, count, -1.0, fill)
+        moves.make_move(state, kind, p, other)
+        moves.contribute(state, tables, scratch.touched, count, 1.0, fill)
+        slots, primary = to
+        fresh.sums[:] = 0.0
+        moves.contribute(state, fresh, every, len(every), 1.0, fill)
+        np.testing.assert_allclose(tables.sums, fresh.sums, atol=1e-9)
 
 
 def search(
@@ -192,10 +246,9 @@ def search(
     state, scratch = make_state(instance, slots.copy(), primary.copy(), topology, costs)
     E = len(primary)
     mixes = np.full((E, 2), topology.ep_size / E) if mixes is None else mixes
-    single = slots.size == E and state.uniform
     move_cost = np.zeros((E, topology.ep_size)) if move_cost is None else move_cost
     prices, effort = make_prices(move_cost, mixes, load_price), Effort(0, rounds, steps, steps, 2, seed)
-    cost, load, made = moves.search_moves(state, scratch, prices, effort, single)
+    cost, load, made = moves.search_moves(state, scratch, prices, effort)
     return state, cost, load, made
 
 
@@ -318,7 +371,7 @@ def test_prices_are_settled_between_rounds():
     state, scratch = make_state(instance, *layout, Topology(ep_size=4), uniform_costs(Topology(ep_size=4)))
     move_cost, mixes = np.zeros((8, 4)), np.full((8, 2), 0.5)
     prices, effort = make_prices(move_cost, mixes, 0.0), Effort(4, 3, 20, 20, 2, 0)
-    moves.search_moves(state, scratch, prices, effort, single=True)
+    moves.search_moves(state, scratch, prices, effort)
     assert state.price.any()
     settle(state, 0)
     full = np.bincount(state.home, state.weight, 4)
@@ -331,7 +384,7 @@ def test_a_search_begins_no_further_round_when_its_time_is_over(monkeypatch, in_
     state, scratch = make_state(random_sets(0, 8, 1), *random_layout(0, 8, 4), topology, uniform_costs(topology))
     prices = make_prices(np.zeros((8, 4)), np.full((8, 2), 0.5), 0.0)
     monkeypatch.setattr(moves, "_make_moves", lambda *given: made.append(given) or make_moves(*given))
-    moves.search_moves(state, scratch, prices, Effort(4, 5, 20, 20, 2, 0), True, lambda: in_time)
+    moves.search_moves(state, scratch, prices, Effort(4, 5, 20, 20, 2, 0), lambda: in_time)
     assert len(made) == rounds
 
 
@@ -342,7 +395,7 @@ def test_no_move_that_is_dismissed_by_its_bound_is_better(seed, load_price):
     slots, primary = random_layout(seed, 8, 4)
     state, _ = make_state(random_sets(seed, 8, 1), slots.copy(), primary.copy(), topology, uniform_costs(topology))
     prices, tables = make_prices(rng.random((8, 4)), rng.random((8, 3)), load_price), make_tables(state)
-    moves._settle(state, tables, 2)
+    moves._settle(state, tables, 2, moves.REPLICAS)
     moves._spread(state, tables.served, prices)
     top = highest(prices)
 

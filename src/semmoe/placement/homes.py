@@ -147,6 +147,9 @@ def best_homes(state):
     if state.uniform and state.slots.size == state.primary.shape[0]:
         _best_homes_single(state)
         return
+    if state.uniform and state.near.shape[1] == 1:
+        _best_homes_on_node(state)
+        return
     S, K = state.group_size, state.sets.shape[1]
     G, N = state.price.shape[0], state.near.shape[1]
     servers, cost = np.zeros((S, K), np.int64), np.zeros(S)
@@ -158,6 +161,43 @@ def best_homes(state):
         for s in range(1, S):  # a loop, since argmin takes half a second to compile
             best = s if cost[s] < cost[best] else best
         state.value[u], state.home[u] = -cost[best], state.group[u] * S + best
+
+
+@njit
+def _best_homes_on_node(state):
+    """`best_homes` for one node of uniform costs."""
+    S, K, G = state.group_size, state.sets.shape[1], state.price.shape[0]
+    first, has, cost, reached = np.zeros(K, np.int64), np.zeros((K, S)), np.zeros(S), np.zeros((G, S))
+    for u in range(state.sets.shape[0]):
+        low, best = state.group[u] * S, 0
+        charge_on_node(state, u, first, has, cost, reached)
+        for s in range(1, S):
+            best = s if cost[s] < cost[best] else best
+        for y in first:
+            for s in range(S):
+                reached[y, s] = 0.0
+        state.value[u], state.home[u] = -cost[best], low + best
+
+
+@inlined
+def charge_on_node(state, u, first, has, cost, reached):
+    """Fill, for one node of uniform costs: first (K,), the primary ranks of set u's experts; has (K, S), 1 where a home
+    of its group has a copy, else 0; and cost (S,). Adds to reached (G, S), which was zero, the experts without a copy
+    on the home whose primary is on each rank.
+
+    Zeros and ones are multiplied: branches that depend on routing cost more than the arithmetic.
+    """
+    (activation, per_rank, _), low = state.weights, state.group[u] * state.group_size
+    for s in range(cost.shape[0]):
+        cost[s] = state.price[low + s]
+    for i in range(first.shape[0]):
+        e = state.sets[u, i]
+        first[i] = state.primary[e]
+        for s in range(cost.shape[0]):
+            has[i, s] = 1.0 if state.slot_of[e, low + s] >= 0 else 0.0
+            away = 1.0 - has[i, s]
+            cost[s] += away * (activation + (per_rank if reached[first[i], s] == 0 else 0.0))
+            reached[first[i], s] += away
 
 
 @inlined

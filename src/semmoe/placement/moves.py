@@ -1,7 +1,7 @@
 """Local search over any layouts, for any costs: swaps, replacements and promotions, by tables of their gains.
 
-The tables are those of `swaps` without copies and for uniform costs, where a swap's gain is exact. Else they are those
-of `replicas`, which estimate the gain of a move; the cost of the layout after it is exact. The best of all moves is
+The tables are filled by `swaps` without copies and for uniform costs, where a swap's gain is exact. Else `replicas`, or
+`one_node` for uniform costs, estimates the gain of a move; the cost of the layout after it is exact. The best move is
 made. Then only sets that hold an expert that moved have their contributions taken out and put in again. Where no move
 gains, the search continues (tabu search, Glover 1989): it makes the move that costs least, leaves these experts alone
 for a while, and keeps the best layout that it saw.
@@ -11,11 +11,15 @@ import numpy as np
 
 from semmoe.placement.homes import bare, index, inlined, next_near, next_primary, njit
 from semmoe.placement.loads import highest, load_gain
-from semmoe.placement.replicas import contribute, make_tables
+from semmoe.placement.one_node import contribute as contribute_on_one_node
+from semmoe.placement.replicas import contribute as contribute_any
+from semmoe.placement.replicas import make_tables
 from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
 from semmoe.placement.swaps import contribute as contribute_swaps
 
 SWAP, REPLACE, PROMOTE = 0, 1, 2
+# The modules that fill the tables.
+SWAPS, ONE_NODE, REPLICAS = 0, 1, 2
 
 
 @njit
@@ -23,7 +27,7 @@ def best_move(state, tables, prices, turn):
     """Return (kind, slot p, slot q or expert b) of the best move of experts that may move; kind -1: none."""
     S = state.slots.shape[1]
     best, kind, first, other = -np.inf, -1, -1, -1
-    reach = _reaches(state, tables, prices)
+    reach, joins = _reaches(state, tables, prices), _joins(state, tables, prices)
     for p in range(state.slots.size):
         a = state.slots[p // S, p % S]
         gain, q = _best_partner(state, tables, prices, turn, best, reach, p)
@@ -31,7 +35,7 @@ def best_move(state, tables, prices, turn):
             best, kind, first, other = gain, SWAP, p, q
         if state.copies[a] == 1:
             continue
-        gain, b = _best_successor(state, tables, prices, turn, best, p)
+        gain, b = _best_successor(state, tables, prices, turn, best, joins, p)
         if gain > best:
             best, kind, first, other = gain, REPLACE, p, b
         if state.primary[a] != p // S:
@@ -91,28 +95,45 @@ def _swap_gain(state, tables, prices, top, one, other):
 
 
 @njit
-def _best_successor(state, tables, prices, turn, best, p):
+def _joins(state, tables, prices):
+    """Return (E, G) what a further copy of each expert gains on each rank with nothing in return, (E, G) the share of
+    its pairs that it takes, and (E, G) what it gains more where the slot's former expert goes to the same primary rank.
+
+    Of the load it has the slope alone, same as `_reaches`.
+    """
+    (E, G), slope, price = tables.add.shape, prices.loads.slope, prices.load_price
+    gains, shares, meets = np.zeros((E, G)), np.zeros((E, G)), np.zeros((E, G))
+    for b in range(E if state.slots.size > E else 0):  # without copies nothing asks
+        for x in range(G):
+            if state.slot_of[b, x] < 0:
+                came = _portion(_taken(state, tables.at_home, b, x), state.expert_load[b])
+                lost = price * came * slope[b, x] + prices.move_cost[b, x]
+                gains[b, x] = tables.add[b, x] / state.total_weight - lost
+                shares[b, x], meets[b, x] = came, price * came * slope[b, state.primary[b]]
+    return gains, shares, meets
+
+
+@bare
+def _best_successor(state, tables, prices, turn, best, joins, p):
     """Return (gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
-    move_cost = prices.move_cost
-    slot_of, primary = state.slot_of, state.primary
-    drop, add, instead = tables.drop, tables.add, tables.instead
-    S = state.slots.shape[1]
+    (gains, shares, meets), move_cost, weight = joins, prices.move_cost, state.total_weight
+    S, E = state.slots.shape[1], state.primary.shape[0]
     x, other = p // S, -1
     a = state.slots[x, p % S]
     sent = a, _share(state, tables.served, p)
     z = _fallback_rank(state, a, x)  # a's pairs on x go there
-    slope, price = prices.loads.slope, prices.load_price
-    falls = price * sent[1] * (slope[a, x] - slope[a, z])
-    for b in range(primary.shape[0]):
-        if slot_of[b, x] >= 0:
+    slope = prices.loads.slope
+    leaves = tables.drop[p] / weight + move_cost[a, x] + prices.load_price * sent[1] * (slope[a, x] - slope[a, z])
+    for b in range(E):
+        if state.slot_of[b, x] >= 0:
             continue
-        gain = (drop[p] + add[b, x] - instead[p, b]) / state.total_weight + move_cost[a, x] - move_cost[b, x]
         # b's new copy takes a share from its other copies: from z, if that is where its primary is
-        came = _portion(_taken(state, tables.at_home, b, x), state.expert_load[b])
-        gone = came if primary[b] == z else 0.0
-        if gain + falls + price * (gone * slope[b, z] - came * slope[b, x]) <= best:
+        met = state.primary[b] == z
+        if leaves + gains[b, x] - tables.instead[p, b] / weight + (meets[b, x] if met else 0.0) <= best:
             continue
-        gain += load_gain(prices, turn.top, x, z, sent, (b, came, gone))
+        rows = (tables.drop[p] + tables.add[b, x] - tables.instead[p, b]) / weight
+        returned = b, shares[b, x], shares[b, x] if met else 0.0
+        gain = rows + move_cost[a, x] - move_cost[b, x] + load_gain(prices, turn.top, x, z, sent, returned)
         if gain > best and may_move(turn, gain, a, b):
             best, other = gain, b
     return best if other >= 0 else -np.inf, other
@@ -198,13 +219,33 @@ def _put(state, p, old, new):
     state.slots[x, p % S] = new
 
 
-def _settle(state, tables, price_steps, fill=contribute):
-    """Settle prices and fill the tables again, by `fill`, after slots and primaries were changed."""
+def choose_fill(state):
+    """The module that fills the tables in least time: SWAPS, ONE_NODE or REPLICAS."""
+    if not state.uniform:
+        return REPLICAS
+    if state.slots.size == state.primary.size:
+        return SWAPS
+    return ONE_NODE if state.near.shape[1] == 1 else REPLICAS
+
+
+@njit
+def contribute(state, tables, sets, count, sign, fill):
+    """Add what `sets[:count]` contribute to the tables, or with sign -1 take it out, before the layout changes."""
+    if fill == SWAPS:
+        contribute_swaps(state, tables, sets, count, sign)
+    elif fill == ONE_NODE:
+        contribute_on_one_node(state, tables, sets, count, sign)
+    else:
+        contribute_any(state, tables, sets, count, sign)
+
+
+def _settle(state, tables, price_steps, fill):
+    """Settle prices and fill the tables again after slots and primaries were changed."""
     index(state)
     settle(state, price_steps)
     tables.sums[:] = 0.0
     every = np.arange(len(state.sets))
-    fill(state, tables, every, every.size, 1.0)
+    contribute(state, tables, every, every.size, 1.0, fill)
 
 
 @njit
@@ -213,10 +254,10 @@ def _spread(state, served, prices):
     S, load, mixes = state.slots.shape[1], prices.loads.now, prices.mixes
     load[:] = 0.0
     for p in range(state.slots.size):
-        e = state.slots[p // S, p % S]
-        share = _share(state, served, p)
+        rank = p // S
+        e, share = state.slots[rank, p % S], _share(state, served, p)
         for j in range(mixes.shape[1]):
-            load[p // S, j] += share * mixes[e, j]
+            load[rank, j] += share * mixes[e, j]
 
 
 @njit
@@ -229,22 +270,20 @@ def sum_move_costs(slots, move_cost):
     return total
 
 
-def search_moves(state, scratch, prices, effort, single, in_time=lambda: True):
+def search_moves(state, scratch, prices, effort, in_time=lambda: True):
     """Rounds of: settle prices, then at most `steps` best moves, until `patience` moves found nothing better.
 
-    prices: `loads.Prices`. single: there are no copies and costs are uniform, so that the tables of `swaps` are enough.
-    in_time: whether a further round may begin.
+    prices: `loads.Prices`. in_time: whether a further round may begin.
     Returns (cost per token without load and moves, mean highest load, moves made).
     """
     start(scratch, effort.seed)
-    tables, moves = make_tables(state), 0
-    fill = contribute_swaps if single else contribute
+    tables, fill, moves = make_tables(state), choose_fill(state), 0
     for round in range(effort.rounds):  # not compiled: each call of a compiled function from another costs seconds
         if round > 0 and not in_time():
             break
         _settle(state, tables, effort.price_steps, fill)
-        moves = _make_moves(state, scratch, tables, prices, effort, moves, single)
-    if single:
+        moves = _make_moves(state, scratch, tables, prices, effort, moves, fill)
+    if fill == SWAPS:
         state.slots.sort(axis=1)
     _settle(state, tables, 0, fill)
     _spread(state, tables.served, prices)
@@ -252,7 +291,7 @@ def search_moves(state, scratch, prices, effort, single, in_time=lambda: True):
 
 
 @njit
-def _make_moves(state, scratch, tables, prices, effort, moves, single):
+def _make_moves(state, scratch, tables, prices, effort, moves, fill):
     """Make the moves of one round, leave the best layout found, and return `moves` plus the number made."""
     S, E = state.slots.shape[1], state.primary.shape[0]
     slots, primary = state.slots.copy(), state.primary.copy()
@@ -276,10 +315,7 @@ def _make_moves(state, scratch, tables, prices, effort, moves, single):
         count = collect(state, scratch, a, b, moves)
         # what sets with a or b contribute is taken out before the move and put in again after it
         for sign in (-1.0, 1.0):  # written once, since each call costs seconds of compilation
-            if single:
-                contribute_swaps(state, tables, scratch.touched, count, sign)
-            else:
-                contribute(state, tables, scratch.touched, count, sign)
+            contribute(state, tables, scratch.touched, count, sign, fill)
             if sign < 0:
                 make_move(state, kind, p, other)
         free[a] = free_again(step, effort.tenure)

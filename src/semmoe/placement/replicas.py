@@ -31,7 +31,8 @@ Tables = namedtuple("Tables", "move add drop promote twice instead served at_hom
 # What `_make_homes` makes.
 Homes = namedtuple(
     "Homes",
-    "servers cost candidate_homes own counts node_counts reach after joined ranks slots starts entries amounts",
+    "servers cost candidate_homes own counts node_counts reach after joined ranks slots starts entries amounts "
+    "first has reached owner",
 )
 
 
@@ -79,11 +80,16 @@ def _make_homes(state) -> Homes:
         reach=np.zeros((B, G)),  # what one more pair on the rank costs the home
         after=np.zeros(G),  # the set's cost after a change
         joined=np.zeros((K, G)),  # of the cost, by a further copy of each expert on each rank
-        ranks=np.zeros(K * G, np.int64),  # of the copies of the experts
-        slots=np.zeros(K * G, np.int64),
+        ranks=np.zeros(K * G + 1, np.int64),  # of the copies of the experts
+        slots=np.zeros(K * G + 1, np.int64),
         starts=np.zeros(K + 1, np.int64),  # where each expert's copies begin in `ranks` and `slots`
         entries=np.zeros(changes, np.int64),  # the entries of `sums` to which the set adds
         amounts=np.zeros(changes),
+        # these are of `one_node`
+        first=np.zeros(K, np.int64),  # primary rank of each expert
+        has=np.zeros((K, S)),  # whether each home has a copy of the expert
+        reached=np.zeros((G, S)),  # experts without a copy on the home, by primary rank; zero between sets
+        owner=np.zeros(K * G + 1, np.int64),  # the expert of each copy
     )
 
 
@@ -93,26 +99,36 @@ def contribute(state, tables, sets, count, sign):
 
     What a set adds is kept, where there is room, so that it need not be computed again to be taken out.
     """
-    sums, at = tables.sums, tables.at
     for c in range(count):
         u = sets[c]
-        n = tables.kept[u]
-        if sign < 0 and n >= 0:
-            for i in range(n):
-                sums[tables.where[u, i]] -= tables.what[u, i]
-            continue
-        n = _list_changes(state, tables, u, at)
-        for i in range(n):
-            sums[at.entries[i]] += sign * at.amounts[i]
-        tables.kept[u] = -1
-        if n <= tables.where.shape[1]:
-            for i in range(n):
-                tables.where[u, i], tables.what[u, i] = at.entries[i], at.amounts[i]
-            tables.kept[u] = n
+        if sign > 0 or tables.kept[u] < 0:
+            keep(tables, u, _list_changes(state, tables, u, tables.at), sign)
+        else:
+            take_out(tables, u)
 
 
 @inlined
-def _note(at, n, entry, amount):
+def take_out(tables, u):
+    """Take what was kept of set u out of the tables."""
+    for i in range(tables.kept[u]):
+        tables.sums[tables.where[u, i]] -= tables.what[u, i]
+
+
+@inlined
+def keep(tables, u, n, sign):
+    """Add the n changes that were listed to the tables, times sign, and keep them for set u."""
+    at = tables.at
+    for i in range(n):
+        tables.sums[at.entries[i]] += sign * at.amounts[i]
+    tables.kept[u] = -1
+    if n <= tables.where.shape[1]:
+        for i in range(n):
+            tables.where[u, i], tables.what[u, i] = at.entries[i], at.amounts[i]
+        tables.kept[u] = n
+
+
+@inlined
+def note(at, n, entry, amount):
     """Write down the n-th change, unless it is zero, and return how many there are."""
     at.entries[n], at.amounts[n] = entry, amount
     return n + (amount != 0.0)
@@ -127,15 +143,15 @@ def _list_changes(state, tables, u, at):
     _, add, _, _, _, instead, served, at_home, value = tables.begin
     best, home = at.cost[at.candidate_homes[0]], state.group[u] * state.group_size + at.candidate_homes[0]
     single = P == E  # no expert has a further copy, so only swaps are looked up
-    n = _note(at, 0, value, -weight * best)
+    n = note(at, 0, value, -weight * best)
     for i in range(K):
         e = state.sets[u, i]
-        n = _note(at, n, served + state.slot_of[e, at.servers[at.candidate_homes[0], i]], weight)
-        n = _note(at, n, at_home + e * G + home, weight)
+        n = note(at, n, served + state.slot_of[e, at.servers[at.candidate_homes[0], i]], weight)
+        n = note(at, n, at_home + e * G + home, weight)
         if not single:
             _join(state, u, i, at)
             for y in range(G):
-                n = _note(at, n, add + e * G + y, weight * at.joined[i, y])
+                n = note(at, n, add + e * G + y, weight * at.joined[i, y])
         for k in range(at.starts[i], at.starts[i + 1]):
             n = _list_copy(state, tables, u, i, k, at, n)
     # `instead`: a further copy of an expert in the place of a copy of another, of the same set
@@ -146,7 +162,7 @@ def _list_changes(state, tables, u, at):
         for j in range(K if state.copies[state.sets[u, own]] > 1 else 0):
             b = state.sets[u, j]
             if state.slot_of[b, x] < 0:
-                n = _note(at, n, instead + at.slots[k] * E + b, weight * at.joined[j, x])
+                n = note(at, n, instead + at.slots[k] * E + b, weight * at.joined[j, x])
     clear(state, at.servers, at.counts, at.node_counts)
     return n
 
@@ -162,21 +178,21 @@ def _list_copy(state, tables, u, i, k, at, n):
         if first == x:
             first = next_primary(state, e, x)
         dropped = best - _without(state, u, i, x, first, at)
-        n = _note(at, n, drop + p, weight * dropped)
+        n = note(at, n, drop + p, weight * dropped)
         if state.primary[e] != x:
-            n = _note(at, n, promote + p, weight * (best - _without(state, u, i, -1, x, at)))
+            n = note(at, n, promote + p, weight * (best - _without(state, u, i, -1, x, at)))
         for j in range(K if dropped != 0.0 else 0):
-            n = _note(at, n, instead + p * E + state.sets[u, j], weight * dropped)
+            n = note(at, n, instead + p * E + state.sets[u, j], weight * dropped)
     _move(state, u, i, x, at)
     for y in range(G):
         if state.slot_of[e, y] < 0:
-            n = _note(at, n, move + p * G + y, weight * (best - at.after[y]))
+            n = note(at, n, move + p * G + y, weight * (best - at.after[y]))
     # `twice`: a swap with another expert of the set
     for other in range(at.starts[K]):
         y = at.ranks[other]
         if state.slot_of[e, y] < 0:
             q = at.slots[other]
-            n = _note(at, n, twice + min(p, q) * P + max(p, q), weight * (best - at.after[y]))
+            n = note(at, n, twice + min(p, q) * P + max(p, q), weight * (best - at.after[y]))
     return n
 
 
