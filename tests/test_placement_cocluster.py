@@ -155,7 +155,7 @@ def test_a_higher_price_of_load_gives_layouts_of_less_load(redundant):
     tokens = Tokens(trace.expert_ids[:, 0], group, trace.request_of_token(), trace.phase)
     search = LayerSearch(layer_problem(tokens, THOROUGH, num_experts=8, redundant=redundant))
     rough = search.rough([0.0, 50.0])
-    finer = search.finer([0.0, 50.0])
+    finer = search.finer([0.0, 50.0], 2)
     assert [one.load for one in rough] == sorted((one.load for one in rough), reverse=True)
     free, dear = finer[: THOROUGH.kept], finer[THOROUGH.kept :]
     assert min(one.load for one in dear) < min(one.load for one in free)
@@ -179,7 +179,7 @@ def test_at_every_price_the_layout_of_least_total_is_returned(redundant, begun):
     prices = [0.5, 0.0, 4.0, 50.0]
     chosen = search.rough(prices)
     assert len({one.total(1.0) for one in search.found}) > 1
-    for price, layout in zip(prices, chosen, strict=True):
+    for price, layout in zip(np.array(prices) * search.price_scale, chosen, strict=True):
         totals = [one.cost + one.move_cost + price * one.load for one in search.found]
         assert layout.cost + layout.move_cost + price * layout.load == min(totals)
     assert any(one.move_cost > 0 for one in search.found) == begun
@@ -205,7 +205,7 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
     expected = (rng.random((90, 8)) * 2048).astype(np.int16) if topology.attn_tp_size > 1 else None
     tokens = Tokens(trace.expert_ids[rows, 1], group[rows], trace.request_of_token()[rows], trace.phase[rows])
     sample = Sample(tokens, rows >= 0, expected)
-    home = cocluster._homes(layout, sample, topology, 40)
+    home = cocluster._homes(layout.slots, sample, topology, 40)
     assert (home // topology.attn_tp_size == group[rows]).all()
     for first in range(0, 90, 40):
         for d in range(topology.dp_size):
@@ -225,7 +225,7 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
 def candidates(*layers):
     """Layouts that are told apart by their number, with (cost, load) each."""
     return [
-        [Measured(np.array([[i]]), np.array([[0]]), cost, load) for i, (cost, load) in enumerate(layer)]
+        [Measured(np.array([[i]]), np.array([[0]]), cost, load, np.array([0])) for i, (cost, load) in enumerate(layer)]
         for layer in layers
     ]
 

@@ -28,7 +28,7 @@ QUICK = CoclusterSettings(starts=2, kept=1, rounds=2, batch_tokens=64, load_limi
 
 
 def quick(**changes):
-    names = {"groups", "remote_node", "load_limit"} & changes.keys()
+    names = {"groups", "activation", "remote_node", "load_limit"} & changes.keys()
     cocluster = replace(QUICK, **{name: changes.pop(name) for name in names})
     return SolveSettings(cocluster=cocluster, **changes)
 
@@ -338,7 +338,7 @@ def test_a_token_finds_its_groups_of_one_block_on_one_node():
 def test_a_plan_to_begin_from_keeps_its_copies_of_whole_groups():
     """To the search, which has one copy used by all, they look like load; so the plan is measured as it is too."""
     trace, topology = groups_trace(), Topology(ep_size=8, dp_size=8, num_nodes=4)
-    chosen = quick(redundant_experts=16, load_limit=1.2)
+    chosen = quick(redundant_experts=16, load_limit=1.2, activation=1.0)
     old = solve(trace, topology, chosen)
     new = solve(trace, topology, chosen, previous=old)
     rows = [replay(trace, plan).total.node_rows.sum() for plan in (old, new)]
@@ -348,7 +348,7 @@ def test_a_plan_to_begin_from_keeps_its_copies_of_whole_groups():
 def test_what_a_pair_costs_near_and_far_by_hand():
     assert near_and_far((plain_costs(TWO, 1.0, 2.0, 3.0),), TWO) == (3, 6)
     links = np.where(TWO.node_of[:, None] == TWO.node_of, 1.0, 5.0)
-    assert near_and_far((kind_costs("per-pair", TWO, links),), TWO) == (2, 6)
+    assert near_and_far((kind_costs("per-pair", TWO, links, activation=1.0),), TWO) == (2, 6)
     for alone in (Topology(ep_size=4), Topology(ep_size=4, num_nodes=4)):
         near, far = near_and_far((plain_costs(alone, 1.0, 2.0, 0.0),), alone)
         assert (near, far) == (3, 3)

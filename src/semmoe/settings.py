@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from semmoe.costs.rows import LOCAL_PAIR
 from semmoe.io.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, switch
 
 SEED = (0, (1 << 32) - 1)
@@ -26,15 +27,15 @@ class PaperSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class CoclusterSettings(Checked):
-    """Objective and effort of semmoe's placement. Weights are in units of a (token, expert) pair on its own rank."""
+    """Objective and effort of semmoe's placement. Weights are in units of a row to another rank of the node."""
 
-    activation: float = number(1.0, 0, 1e6)  # gain from a (token, expert) pair on the token's own rank
+    activation: float = number(LOCAL_PAIR, 0, 1e6)  # gain from a (token, expert) pair on the token's own rank
     remote_rank: float = number(1.0, 0, 1e6)  # cost of a row sent to another rank
     remote_node: float = number(1.0, 0, 1e6)  # additional cost of a row that leaves the node
     # gain per token of its layer that the move of an expert to another rank must bring, if there is a previous plan
     move_cost: float = number(0.001, 0, 1e6)
-    # highest price of a rank's load above the cap, per unit of mean load, at the default costs on one node
-    load_price: float = number(5.0, 0, 1e6)
+    # highest price of a rank's load above the cap, per unit of mean load, in costs of a pair on another rank
+    load_price: float = number(2.5, 0, 1e6)
     starts: int = number(6, 1, 1000)  # rough searches of a layer
     kept: int = number(2, 1, 1000)  # searches that continue at each price of load
     rounds: int = number(4, 1, 1000)  # of a search; each recomputes the prices of homes

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from semmoe.costs.rows import RowCosts, kind_costs
+from semmoe.costs.rows import LOCAL_PAIR, RowCosts, kind_costs
 from semmoe.io.files import load_json
 from semmoe.topology import Topology
 
@@ -149,7 +149,7 @@ class PhaseLinks:
         }
 
 
-def row_costs(links: Links, topology: Topology, activation: float = 1.0, per_row: float = 1.0) -> RowCosts:
+def row_costs(links: Links, topology: Topology, activation: float = LOCAL_PAIR, per_row: float = 1.0) -> RowCosts:
     """What a plan is charged on these links: rows by the kind of their all-to-all, in rows of the fastest pair."""
     seconds = seconds_per_gigabyte(links, topology)
     fastest = seconds[seconds > 0].min(initial=np.inf)

@@ -21,6 +21,7 @@ from semmoe.core import DECODE
 from semmoe.topology import Topology
 
 KINDS = ("per-rank", "per-node", "per-pair")
+LOCAL_PAIR = 0.125  # gain from a pair on the token's own rank, beside a row that is not sent: no row, less to combine
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def plain_costs(topology: Topology, activation: float, per_rank: float, per_node
 
 
 def kind_costs(
-    kind: str, topology: Topology, relative: np.ndarray, activation: float = 1.0, per_row: float = 1.0
+    kind: str, topology: Topology, relative: np.ndarray, activation: float = LOCAL_PAIR, per_row: float = 1.0
 ) -> RowCosts:
     """Costs of an all-to-all of one of KINDS.
 
@@ -105,3 +106,8 @@ def near_and_far(costs: tuple[RowCosts, ...], topology: Topology) -> tuple[float
         one = float(np.mean(near if inside.any() else far)) if len(same) > 1 else 0.0
         return one, one
     return float(np.mean(near)), float(np.mean(far) + np.mean([one.node[other] for one in costs]))
+
+
+def pair_cost(costs: tuple[RowCosts, ...], topology: Topology) -> float:
+    """The cost of a remote pair alone, which prices of load follow; else dear rows would outweigh any load."""
+    return max(near_and_far(costs, topology)) or 1.0  # one rank has no remote pairs

@@ -8,7 +8,7 @@ limit at the least traffic. All layers have one price of load, since their times
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from os import cpu_count
@@ -17,9 +17,9 @@ from time import monotonic
 import numpy as np
 
 from semmoe.core import DECODE, PREFILL, Placement
-from semmoe.costs.rows import RowCosts, mean_costs, near_and_far
+from semmoe.costs.rows import mean_costs, pair_cost
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
-from semmoe.placement.layers import LayerProblem, LayerSearch, Layout
+from semmoe.placement.layers import InTime, LayerProblem, LayerSearch, Layout
 from semmoe.placement.loads import expected_load, total_cost
 from semmoe.placement.problem import Problem, Tokens, weighed_tokens
 from semmoe.settings import CoclusterSettings
@@ -33,9 +33,9 @@ from semmoe.traces.split import draw_requests
 # Prices of load: of rough searches, relative to the highest price; of finer ones, relative to the price at which rough
 # layouts meet the limit, or to the least of theirs where the cheapest of them meet it.
 ROUGH_PRICES, FINER_PRICES, LOWER_PRICES = (0.6, 0.2, 1.0), (0.6, 1.0, 1.4), (0.05, 0.15, 0.5)
-DEFAULT_COST = 2.0  # of a pair alone on another rank of the node: the pair and its row, each with weight 1
 WARM_PRICE = 0.7  # of the one search that begins from a plan, relative to the highest price
 MEASURED_TOKENS, MEASURED_BATCHES = 1 << 16, 32
+FOLLOWED = 2  # searches with tokens at their predicted homes, at each price
 HELD_OUT = 0.25  # of the requests: where layouts that are fitted to requests compete with such as are not
 
 
@@ -47,6 +47,10 @@ class Measured:
     preferred: np.ndarray  # (G, E) int16: the rank whose copy of each expert each source rank uses first
     cost: float  # per token, moves included
     load: float  # max/mean expected for a batch of other requests
+    primary: np.ndarray  # (E,), of the layout
+
+    def total(self, load_price: float) -> float:
+        return self.cost + load_price * self.load
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,9 @@ class _Layers:
         self.open[layer] = search, self._sample(layer)
         labels = None if self.start is None else self.start[layer]
         found = search.rough(prices, labels, self._in_time())
-        return self._measure(layer, found + self._as_they_are(layer))
+        measured = self._measure(layer, found + self._as_they_are(layer))
+        self.problem.progress(0.5 if self.before is None else 1.0)
+        return measured
 
     def _as_they_are(self, layer: int) -> list[Layout]:
         """Layouts over nodes that no search has found: that of the plan to begin from, or what is made in its place."""
@@ -141,16 +147,34 @@ class _Layers:
 
     def finer(self, prices: list[float], layer: int) -> list[Measured]:
         """End the search of a layer."""
-        found = self._measure(layer, self.open[layer][0].finer(prices, self._in_time()))
+        search, sample = self.open[layer]
+        follows, in_time = sample.expected is not None and search.problem.redundant > 0, self._in_time()
+        found = self._measure(layer, search.finer(prices, 1 if follows else self.settings.kept, in_time))
+        if follows and found:
+            found += [one for price in prices for one in self._followed(layer, found, price, in_time)]
         del self.open[layer]
+        self.problem.progress(0.5)
         return found
+
+    def _followed(self, layer: int, found: list[Measured], price: float, in_time: InTime) -> list[Measured]:
+        """Search on from the best layout with tokens at their predicted homes, which then change: while that gains."""
+        search, sample = self.open[layer]
+        best, out = min(found, key=lambda one: one.total(price)), []
+        for _ in range(FOLLOWED):
+            if not in_time():
+                break
+            home = _homes(best.slots, sample, self.problem.topology, self.settings.batch_tokens)
+            layout = search.follow(best.slots, best.primary, replace(sample.tokens, group=home), price)
+            out += self._measure(layer, [layout])
+            if out[-1].total(price) >= best.total(price):
+                break
+            best = out[-1]
+        return out
 
     def _measure(self, layer: int, layouts: list[Layout]) -> list[Measured]:
         sample = self.open[layer][1]
         distinct = {id(one): one for one in layouts}.values()  # one layout may be the best at several prices
-        out = [_measure(one, sample, self.problem.topology, self.settings, self.costs) for one in distinct]
-        self.problem.progress(0.5 if self.before is None else 1.0)
-        return out
+        return [_measure(one, sample, self.problem.topology, self.settings, self.costs) for one in distinct]
 
 
 def place(
@@ -189,7 +213,7 @@ def place(
 def _search(layers: _Layers, num_layers: int) -> list[Measured]:
     """Search all layers, side by side, and choose a layout for each."""
     settings = layers.settings
-    limit, highest = settings.load_limit, settings.load_price * _price_scale(layers.costs, layers.problem.topology)
+    limit, highest = settings.load_limit, settings.load_price * pair_cost(layers.costs, layers.problem.topology)
     shares = ROUGH_PRICES if layers.before is None else (WARM_PRICE,)
     rough_prices = [highest * share for share in shares] if limit else [0.0]
     with ThreadPoolExecutor(cpu_count()) as pool:
@@ -201,14 +225,6 @@ def _search(layers: _Layers, num_layers: int) -> list[Measured]:
             finer = list(pool.map(partial(layers.finer, finer_prices), range(num_layers)))
             _, chosen = choose([a + b for a, b in zip(found, finer, strict=True)], limit, highest)
     return chosen
-
-
-def _price_scale(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
-    """Return the cost of a remote pair in units of the default cost on one node, which the price of load follows.
-
-    Else rows that cost more, or rows between nodes, would outweigh any load.
-    """
-    return max(near_and_far(costs, topology)) / DEFAULT_COST or 1.0  # one rank has no remote pairs
 
 
 def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
@@ -223,7 +239,7 @@ def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
 def _measure(layout: Layout, sample: Sample, topology: Topology, settings: CoclusterSettings, costs) -> Measured:
     """Measure a layout: assign tokens to homes as online, level the load by the copy choice, and compute the cost."""
     tokens, phase = sample.tokens, sample.tokens.phase
-    home = _homes(layout, sample, topology, settings.batch_tokens)
+    home = _homes(layout.slots, sample, topology, settings.batch_tokens)
     node_of, number = topology.node_of, layout.primary.shape[-1]
     copies = nearest_copies(layout.slots, number, node_of)
     preferred, redundant = primary_copy_choice(copies, layout.primary), layout.slots.size > number
@@ -239,16 +255,16 @@ def _measure(layout: Layout, sample: Sample, topology: Topology, settings: Coclu
         rows = sample.charged & (phase == code)
         cost += total_cost(one, targets[rows], home[rows], node_of)
     load = expected_load(tokens, home, targets, number, topology.ep_size, settings.batch_tokens)
-    return Measured(layout.slots, rule.preferred, cost / sample.charged.sum() + layout.move_cost, load)
+    return Measured(layout.slots, rule.preferred, cost / sample.charged.sum() + layout.move_cost, load, layout.primary)
 
 
-def _homes(layout: Layout, sample: Sample, topology: Topology, batch_tokens: int) -> np.ndarray:
+def _homes(slots: np.ndarray, sample: Sample, topology: Topology, batch_tokens: int) -> np.ndarray:
     """(T,) home ranks of the tokens: equal slices of each batch, by the expected activations."""
     group, S = sample.tokens.group, topology.attn_tp_size
     if sample.expected is None:
         return group * S
     hosted = np.zeros((topology.ep_size, sample.expected.shape[1]), np.float32)
-    hosted[np.arange(topology.ep_size)[:, None], layout.slots] = 1
+    hosted[np.arange(topology.ep_size)[:, None], slots] = 1
     scores = (sample.expected.astype(np.float32) @ hosted.T).astype(np.int32)  # whole numbers below 2**24: exact
     evidence = ScoreEvidence(np.take_along_axis(scores, group[:, None] * S + np.arange(S), axis=1))
     batches = np.split(np.arange(len(group)), np.arange(batch_tokens, len(group), batch_tokens))
@@ -264,7 +280,7 @@ def choose(candidates: list[list[Measured]], limit: float | None, max_price: flo
     """
     prices = [0.0] if limit is None else [0.0, *np.geomspace(0.01, max_price, 200)]
     for price in prices:
-        chosen = [min(layer, key=lambda c: c.cost + price * c.load) for layer in candidates]
+        chosen = [min(layer, key=lambda c: c.total(price)) for layer in candidates]
         if limit is None or np.mean([c.load for c in chosen]) <= limit:
             break
     return price, chosen

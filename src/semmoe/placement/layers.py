@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from semmoe.costs.rows import RowCosts
+from semmoe.costs.rows import RowCosts, pair_cost
 from semmoe.placement import hierarchy
 from semmoe.placement.copies import hosting_ranks
 from semmoe.placement.homes import Sets, make_state
@@ -27,6 +27,9 @@ ROUGH_TOKENS = 3072  # of a rough search
 # hardly repeat each other, at most so many distinct sets.
 FINER_TOKENS, MOST_TOKENS, MOST_SETS = (2048, 128), (1 << 15, 6144), 1 << 14
 FINER_STEPS = 0.8  # of the steps of a rough search
+# On one node with copies a search charges a remote pair so much more: it takes each expert from its primary copy, while
+# tokens take copies that need few rows. So the rows that it counts say less of a layout than its pairs.
+PAIR_BESIDE = 0.875
 TENURE = 8  # experts that were moved stay for at least one step per so many experts
 
 InTime = Callable[[], bool]  # whether further work may begin
@@ -96,6 +99,9 @@ class LayerSearch:
         ranks, batch = problem.topology.ep_size, problem.settings.batch_tokens
         self.mixes = draw_mixes(problem.tokens, problem.num_experts, ranks, batch, self.rng)
         self.move_costs = problem.move_costs()
+        more = PAIR_BESIDE if problem.redundant > 0 and problem.topology.num_nodes == 1 else 0.0
+        self.costs = tuple(replace(one, pair=one.pair + more * (1.0 - np.eye(ranks))) for one in problem.costs)
+        self.price_scale = pair_cost(self.costs, problem.topology) / pair_cost(problem.costs, problem.topology)
 
     def _finer_sample(self) -> Sets:
         tokens, copies = self.problem.tokens, int(self.problem.redundant > 0)
@@ -129,11 +135,12 @@ class LayerSearch:
         for layout in self._starts(labels, first, in_time):
             if not self.found or in_time():
                 self.found.append(self._run(self.sample, *layout, first, steps, in_time))
-        best = sorted(self.found, key=lambda one: one.total(first))[: self.problem.settings.kept]
+        scale = self.price_scale
+        best = sorted(self.found, key=lambda one: one.total(first * scale))[: self.problem.settings.kept]
         for price, one in product(load_prices[1:], best):
             if in_time():
                 self.found.append(self._run(self.sample, one.slots, one.primary, price, steps, in_time))
-        return [min(self.found, key=lambda one: one.total(price)) for price in load_prices]
+        return [min(self.found, key=lambda one: one.total(price * scale)) for price in load_prices]
 
     def _starts(self, labels: np.ndarray | None, load_price: float, in_time) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return slots and primaries to begin from."""
@@ -194,33 +201,51 @@ class LayerSearch:
         np.add.at(pairs, (sets.experts, sets.group[:, None].astype(np.int64)), sets.weight[:, None])
         return np.repeat(pairs / size, size, axis=1)
 
-    def finer(self, load_prices: list[float], in_time: InTime = lambda: True) -> list[Layout]:
-        """Return layouts found on more tokens, at each price from the best rough ones; in_time: see `rough`."""
+    def finer(self, load_prices: list[float], kept: int, in_time: InTime = lambda: True) -> list[Layout]:
+        """Return layouts found on more tokens, at each price from the best rough ones; in_time: see `rough`.
+
+        kept: how many of the rough ones.
+        """
         settings = self.problem.settings
         steps, out = int(FINER_STEPS * settings.steps), []
         for price in load_prices:
-            for one in sorted(self.found, key=lambda one: one.total(price))[: settings.kept]:
+            for one in sorted(self.found, key=lambda one: one.total(price * self.price_scale))[:kept]:
                 if in_time():
                     out.append(self._run(self.fine, one.slots, one.primary, price, steps, in_time))
         return out
+
+    def follow(self, slots: np.ndarray, primary: np.ndarray, tokens: Tokens, load_price: float) -> Layout:
+        """Search on from a layout with tokens where they are predicted to be: each on its group, which is a rank."""
+        problem = replace(self.problem, tokens=tokens).with_one_kind()
+        ranks, nodes = problem.topology.ep_size, problem.topology.num_nodes
+        sets = _distinct(problem.tokens, MOST_SETS, self.rng)
+        on_ranks = Topology(ep_size=ranks, dp_size=ranks, num_nodes=nodes)
+        state, scratch = make_state(sets, slots.copy(), primary.copy(), on_ranks, problem.costs)
+        effort = self._effort(problem.settings.steps)._replace(rounds=1)
+        return self._end(state, scratch, load_price, effort, lambda: True)
 
     def _run(
         self, sets: Sets, slots: np.ndarray, primary: np.ndarray, load_price: float, steps: int, in_time: InTime
     ) -> Layout:
         """Search from a layout at a price of load, and return the best layout found; in_time: of further rounds."""
-        problem, settings = self.problem, self.problem.settings
-        state, scratch = make_state(sets, slots.copy(), primary.copy(), problem.topology, problem.costs)
-        effort = Effort(
+        state, scratch = make_state(sets, slots.copy(), primary.copy(), self.problem.topology, self.costs)
+        return self._end(state, scratch, load_price * self.price_scale, self._effort(steps), in_time)
+
+    def _effort(self, steps: int) -> Effort:
+        settings = self.problem.settings
+        return Effort(
             price_steps=settings.price_steps,
             rounds=settings.rounds,
             steps=steps,
             patience=settings.patience,
-            tenure=max(problem.num_experts // TENURE, 1),
+            tenure=max(self.problem.num_experts // TENURE, 1),
             seed=int(self.rng.integers(2**31)),
         )
+
+    def _end(self, state, scratch, load_price: float, effort: Effort, in_time: InTime) -> Layout:
+        """Search from a state, and return the best layout found."""
         prices = make_prices(self.move_costs, self.mixes, load_price)
-        single = not problem.redundant and state.uniform
-        cost, load, _ = search_moves(state, scratch, prices, effort, single, in_time)
+        cost, load, _ = search_moves(state, scratch, prices, effort, in_time)
         return Layout(state.slots, state.primary, cost, load, float(sum_move_costs(state.slots, self.move_costs)))
 
 
