@@ -10,6 +10,8 @@ def shard_attention(attention: nn.Module, rank: int, size: int) -> None:
     """Cut an attention module to the heads of `rank` of `size`; the outputs of all ranks sum to the full output."""
     if size == 1:
         return
+    if not hasattr(attention, "o_proj"):
+        raise ValueError(f"{type(attention).__name__} has no heads to split: attention-TP is not possible")
     if hasattr(attention, "kv_b_proj"):
         _shard_latent(attention, rank, size)
     else:
