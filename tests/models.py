@@ -114,7 +114,7 @@ def build(architecture: str, folder: Path, **changes: object) -> str:
 
 
 def rename_type(path: Path, kind: str) -> None:
-    """Give a model a type that transformers does not know, and code of its own for it, which must not run."""
+    """Give a model a type that transformers does not know, and code for it, which must not run."""
     config = json.loads((path / "config.json").read_text())
     own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     (path / "config.json").write_text(json.dumps(config | {"model_type": kind, "auto_map": own}))

@@ -136,7 +136,9 @@ def test_llama_4_is_relabelled_and_its_profile_refused(tmp_path):
     assert run("apply", tmp_path / "plan", "--model", model, "--out", tmp_path / "new").exit_code == 0
     load = transformers.AutoModelForImageTextToText.from_pretrained
     ids = torch.arange(1, 33)[None]
-    old, new = (load(path, dtype=torch.float32).language_model(input_ids=ids).logits for path in (model, tmp_path / "new"))
+    old, new = (
+        load(path, dtype=torch.float32).language_model(input_ids=ids).logits for path in (model, tmp_path / "new")
+    )
     torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4 * old.abs().max().item())
 
 

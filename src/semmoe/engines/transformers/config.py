@@ -115,6 +115,6 @@ def expert_size(config: PreTrainedConfig) -> int:
 
 
 def takes_padding(config: PreTrainedConfig) -> bool:
-    """Whether padding on the left changes nothing: it shifts windows of compressed keys, and the choice of an indexer."""
+    """Whether padding on the left changes nothing: it shifts windows of compressed keys, and an indexer's choice."""
     compresses = any("compressed" in kind for kind in getattr(config, "layer_types", None) or ())
     return not compresses and getattr(config, "index_topk", None) is None

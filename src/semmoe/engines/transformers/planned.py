@@ -122,7 +122,7 @@ class PlannedModel(ABC):
         return attended * getattr(layer, "residual_multiplier", 1), tuple(others[1:])  # others: attention weights, ...
 
     def _returned(self, states: torch.Tensor, stream: torch.Tensor, passed_on: tuple) -> Any:
-        """What a decoder layer returns: GLM-5's also passes on the keys that its indexer chose, for the next layer."""
+        """Return the result of a decoder layer: GLM-5's also passes on the keys that its indexer chose."""
         states = self._put_back(states, stream)
         return (states, *passed_on) if passed_on else states
 
