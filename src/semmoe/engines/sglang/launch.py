@@ -8,6 +8,7 @@ from typing import Any
 
 from semmoe.checkpoint.engine_maps import write_sglang
 from semmoe.core import Plan
+from semmoe.engines import support
 from semmoe.engines.launch import Asked, join
 from semmoe.engines.settings import PluginSettings
 from semmoe.topology import Topology
@@ -23,20 +24,7 @@ CPU_ARGUMENTS = {
 }
 A2A = "deepep"
 GRAPHS = "--cuda-graph-backend-prefill"
-DECIDED = {
-    "--tp-size",
-    "--tp",
-    "--tensor-parallel-size",
-    "--ep-size",
-    "--ep",
-    "--expert-parallel-size",
-    "--dp-size",
-    "--dp",
-    "--data-parallel-size",
-    "--enable-dp-attention",
-    "--init-expert-location",
-    "--ep-num-redundant-experts",
-}
+DECIDED = support.DECIDED["sglang"]
 PLACED = {"--enable-eplb", "--ep-dispatch-algorithm"}  # options that a plan also decides
 
 

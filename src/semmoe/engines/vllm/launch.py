@@ -6,22 +6,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from semmoe.core import Plan
+from semmoe.engines import support
 from semmoe.engines.launch import Asked, join
 from semmoe.engines.settings import PluginSettings
 from semmoe.io import console
 from semmoe.topology import Topology
 
-DECIDED = {
-    "--tensor-parallel-size",
-    "-tp",
-    "--data-parallel-size",
-    "-dp",
-    "--enable-expert-parallel",
-    "--enable-eplb",
-    "--pipeline-parallel-size",
-    "-pp",
-    "--no-enable-expert-parallel",
-}
+DECIDED = support.DECIDED["vllm"]
 # All-to-alls that send every row to every rank, whatever its experts; vLLM replaces the last two by the first.
 GATHERS = {"allgather_reducescatter", "naive", "pplx"}
 SENDS = "deepep_high_throughput"  # for both prompts and decoding; the low-latency backend takes few tokens at a time
