@@ -63,6 +63,7 @@ CONFIGS = {
     # Kimi-K2: DeepSeek-V3's architecture under another name, for which `build` names code of the directory.
     "kimi_k2": lambda: transformers.DeepseekV3Config(
         **COMMON, **LATENT, n_routed_experts=8, n_group=1, topk_group=1, routed_scaling_factor=2.5,
+        topk_method="noaux_tc", scoring_func="sigmoid",
     ),
     "minimax_m2": lambda: transformers.MiniMaxM2Config(
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_local_experts=8, intermediate_size=48,
