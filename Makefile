@@ -75,7 +75,7 @@ test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
 test-clusters: $(CLUSTERS_VENV)/.ready
 	$(CLUSTERS_VENV)/bin/python -m pytest tests/test_examples.py tests/test_gateway.py -k "dynamo or gateway"
 
-# Whether the adaptors' hooks are in the engines' releases, tried and before, by their sources: docs/engines.md.
+# Whether the adaptors' hooks are in the engines' releases, tried and before, by their sources: docs/support.md.
 test-releases: $(VENV)/.ready-dev
 	$(BIN)/python tests/releases.py
 
@@ -129,7 +129,7 @@ test-nodes: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
 	  $(ON_VLLM) benchmarks/prove_nodes.py --engine vllm --attention $$attention || exit 1; \
 	done | tee $(RESULTS)/served_nodes_$(HERE).txt
 
-# What only GPUs can prove, on a machine with two, in an environment that serves MODEL already: docs/gpu-checklist.md.
+# What only GPUs can prove, on a machine with two, in an environment that serves MODEL already: docs/operate.md.
 ENGINE ?= vllm
 MODEL ?= Qwen/Qwen3-30B-A3B-FP8
 ATTENTION ?= dp

@@ -1,4 +1,4 @@
-"""semmoe's plans beside the paper's and EPLB's under equal constraints, over seeds: the figures in docs/choices.md.
+"""semmoe's plans beside the paper's and EPLB's under equal constraints, over seeds: figures of docs/measurements.md.
 
     PYTHONPATH=. python benchmarks/bench_plans.py TRACE [--seeds 3] [--redundant 0 8 16 32] [--ep-size 8]
         [--attention dp]

@@ -3,7 +3,7 @@
     python benchmarks/prove_gpu.py --engine vllm|sglang --model MODEL [--attention dp|tp] [--out FOLDER] [-- OPTIONS]
 
 In the engine's own environment, on a machine with two GPUs; OPTIONS are the engine's (say, `--all2all-backend
-deepep_low_latency`). docs/gpu-checklist.md tells what each step proves and what it costs. Steps that fail early end the
+deepep_low_latency`). docs/operate.md lists the steps and the missing proofs. Steps that fail early end the
 run, so that no GPU is held for nothing. --rehearse runs on a CPU all that does not need one, on the embedded model.
 --one-gpu puts both ranks on one GPU, where NCCL can (2.32 does, 2.28 does not): each is started as a node of its own,
 and times say nothing. Writes report.md, report.json and every log to FOLDER after each step. Exit code 1 if a step

@@ -1,37 +1,36 @@
-"""Writes `support.md`, what runs on which engine, from the table by which doctor and serve decide."""
+"""Writes the tables of `support.md`, what runs on which engine, from the table by which doctor and serve decide."""
 
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from itertools import groupby
 from pathlib import Path
+
+from blocks import filled
 
 from semmoe.engines import support
 
 PAGE = Path(__file__).with_name("support.md")
 TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
-HEAD = """# What runs where
-
-`semmoe doctor --engine ENGINE --model MODEL` and `semmoe serve` decide by this table before anything loads, only from
-the model's configuration and the engine's own options. A feature that the table does not list is refused. *Works, by
-a test* names the test. *Works by reading, not run* is the result of reading the engine's source; it has not been run,
-and `semmoe serve` warns about it. *Refused* gives the message of the refusal. A test of quantized weights compares
-the loaded content of every slot, scales and zeros included, with the content that the engine loads without a plan: no
-CPU computes these weights.
-
-`make test-families` last ran, and passed, on 2026-11-26 on SGLang and on 2026-11-23 on vLLM, on the versions below.
-It compares every family, attention and number of copies with the engine without a plan: in fp32 token for token, in
-bfloat16 (on SGLang Qwen3-MoE and GLM-4.5) with no more differences than between the engine's two attentions. (`python
-docs/supported.py` writes this page.)
-"""
+WEIGHTS = "weights"
 
 
 def page() -> str:
-    return HEAD + "".join(map(_section, support.FAMILIES))
+    return filled(PAGE.read_text(encoding="utf-8"), "tables", "\n".join(map(_section, support.FAMILIES)))
 
 
 def _section(engine: str) -> str:
-    from importlib import import_module
-
     version = import_module(f"semmoe.engines.{engine}.targets").TRIED
-    rows = "".join(f"| {what} | {state} | {_cell(note)} |\n" for what, state, note in support.table(engine))
-    return f"\n## {TITLES[engine]} {version}\n\n| family or feature | state | test or message |\n|---|---|---|\n{rows}"
+    rows = "".join(f"| {what} | {state} | {_cell(note)} |\n" for what, state, note in _joined(support.table(engine)))
+    head = f"## {TITLES[engine]}\n\nTried on {version}.\n\n"
+    return f"{head}| family or feature | state | test or message |\n|---|---|---|\n{rows}"
+
+
+def _joined(rows: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    """The rows, where consecutive kinds of weights with the same state and note share one."""
+    for (kind, state, note), group in groupby(rows, lambda row: (row[0].partition(": ")[0], *row[1:])):
+        names = [what for what, *_ in group]
+        joined = ", ".join(name.removeprefix(f"{WEIGHTS}: ") for name in names)
+        yield from [(f"{WEIGHTS}: {joined}", state, note)] if kind == WEIGHTS else [(n, state, note) for n in names]
 
 
 def _cell(note: str) -> str:

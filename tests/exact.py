@@ -1,7 +1,7 @@
 """The 0-1 program of section 3.3, linearised and solved exactly by HiGHS: for small instances, to hold others against.
 
 With N items, E experts and C clusters it has C (N + E + N E) + C variables; tens of items and experts take seconds,
-a real layer does not end (docs/choices.md).
+a real layer does not end.
 """
 
 import numpy as np

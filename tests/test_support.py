@@ -128,7 +128,7 @@ def test_the_page_of_the_documentation_is_this_table(pytestconfig):
 
 def test_what_nobody_has_run_is_on_the_checklist(pytestconfig):
     """Every feature or kind of weights that works by reading alone, in a row that names its engine."""
-    page = (pytestconfig.rootpath / "docs" / "gpu-checklist.md").read_text(encoding="utf-8")
+    page = (pytestconfig.rootpath / "docs" / "operate.md").read_text(encoding="utf-8")
     rows = [line.lower() for line in page.splitlines() if line.startswith("| ")]
     cells = [(f.name, engine, cell) for f in FEATURES for engine, cell in f.cells.items()]
     cells += [(name, engine, cell) for name, by in QUANTISATION.items() for engine, cell in by.items()]

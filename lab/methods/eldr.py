@@ -1,7 +1,7 @@
 """ELDR: send each request to the group whose centroid is nearest to its expert signature.
 
 Experts stay where `linear` puts them. `CapacityScheduler` adds its bound on load. See
-docs/reading-the-paper.md for how its rule is interpreted.
+docs/method.md for how its rule is interpreted.
 """
 
 from dataclasses import replace

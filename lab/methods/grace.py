@@ -5,7 +5,7 @@ Inference" (arXiv 2509.25041), sections 4.1 and 4.2, algorithms 1 and 2. Per lay
 co-activation matrix, first over nodes, then over the ranks of each node; the experts that cause most of the load of the
 heaviest rank get copies on the lightest ranks.
 
-Differences from the paper (docs/reading-the-paper.md): engines hold equally many physical experts on every rank, so
+Differences from the paper (docs/method.md): engines hold equally many physical experts on every rank, so
 groups are equal (a non-uniformity ratio of 0, also between nodes). Replication continues until the redundant slots
 given by the user are full, while the paper makes one round of its own size. Its routing prefers an own copy, then one
 on the node, then any, as `metrics.copy_choice` does; among equally near copies the paper draws by predicted load,

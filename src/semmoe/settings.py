@@ -11,7 +11,7 @@ SHUFFLE_FROM_HELP = "attention-TP: least rows of a pass whose tokens are shuffle
 
 @dataclass(frozen=True, kw_only=True)
 class PaperSettings(Checked):
-    """Weights and lengths of Algorithm 1, none of which the paper gives; docs/reading-the-paper.md says why these."""
+    """Weights and lengths of Algorithm 1, none of which the paper gives; docs/method.md says why these."""
 
     steps: int = number(12, 1, 10_000)  # n_steps: alternations, of which the best by the section 3.3 objective is kept
     swaps_per_expert: int = number(100, 0, 100_000)  # ft_steps, per expert of the layer

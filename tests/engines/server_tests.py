@@ -37,7 +37,7 @@ from semmoe.traces.trace import open_trace
 
 SWAPS, FEWER_SWAPS, CLIENTS = 50, 20, 64
 SPAWNED = "dp2"  # the set-up whose processes start as the engine starts them
-PAGE = Path(__file__).parents[2] / "docs" / "first-afternoon.md"
+PAGE = Path(__file__).parents[2] / "docs" / "index.md"
 SHELL = re.compile(r"^```shell\n(.*?)^```", re.M | re.S)
 
 

@@ -1,7 +1,7 @@
 """The table of the files by which engines tell where experts are, how often they are used, and by which tokens.
 
 `semmoe import` reads them, and `semmoe apply --to` writes those that have a writer. To add one, add a row to FORMATS,
-its reader and its writer, a row in docs/formats.md, and a test. Files are untrusted: sizes are bounded, values are
+its reader and its writer, a row in docs/reference.md, and a test. Files are untrusted: sizes are bounded, values are
 checked before they are cast, nothing is unpickled but tensors.
 """
 
@@ -73,7 +73,7 @@ def load(path: Path) -> tuple[Format, Any]:
         raise ValueError(f"{path} does not exist, or is not a file")
     suffix = LINES if LINES in path.suffixes else path.suffix
     if suffix not in LOADERS:
-        raise ValueError(f"{path} must be {', '.join(LOADERS)}: see docs/formats.md")
+        raise ValueError(f"{path} must be {', '.join(LOADERS)}: see docs/reference.md")
     if path.stat().st_size > MAX_FILE_BYTES and suffix != LINES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES:,} bytes")
     read, fault = LOADERS[suffix]

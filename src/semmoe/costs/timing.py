@@ -31,7 +31,7 @@ from semmoe.topology import Topology
 
 WORTH = 0.02  # share of a layer's time; smaller gains are below the accuracy of this model
 GPU_TERAFLOPS = 10  # of a rank's experts: no CPU computes as fast, no GPU that serves these models as slowly
-# Seconds at a layer, measured on an H100 for 8 ranks (docs/gpu-checklist.md): to count rows, to choose copies, and in
+# Seconds at a layer, measured on an H100 for 8 ranks (docs/measurements.md): to count rows, to choose copies, and in
 # attention-TP above both to shuffle, which takes longer with every row of the group, and less so after the first ones.
 COUNTED, COPIES, SHUFFLED, SHUFFLED_ROW, SHUFFLED_MORE, FIRST_ROWS = 5.6e-6, 3.6e-6, 29e-6, 0.1e-6, 0.0155e-6, 512
 

@@ -1,6 +1,6 @@
 """Counters of a process of a serving engine, published to Prometheus and as a file in the control folder.
 
-docs/engines.md has their labels, docs/live.md those of swaps. A dispatcher sends one of three kinds of rows: per
+docs/reference.md has their labels. A dispatcher sends one of three kinds of rows: per
 (token, expert) pair (pairs{local="false"}; DeepEP's low latency), per (token, rank) (remote_rows), or per (token,
 node), to be forwarded inside it (node_rows; DeepEP's normal kernels).
 """

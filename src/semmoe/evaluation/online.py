@@ -85,7 +85,7 @@ def live_settings(groups: int, **changes: Any) -> SchedulerSettings:
     """Scheduler settings for a live engine, whose ledger holds running work only.
 
     Such a ledger stays short. Every pass takes as long as its fullest group, so that a lead has a price, and locality
-    decides among groups that are about equally free (docs/choices.md has the figures). The bound is for
+    decides among groups that are about equally free (docs/method.md has the figures). The bound is for
     traffic that the plan does not know, all of which may prefer one group.
     """
     lead = {"lead_requests": LIVE_LEAD * groups, "lead_price": LIVE_PRICE, "feedback": 0.0}

@@ -1,6 +1,6 @@
 """Score a plan on a trace without running a model: the offline experiment.
 
-Protocol (docs/choices.md): a batch is all ranks together. `mixed` draws tokens from many requests at random, as in
+Protocol (docs/measurements.md): a batch is all ranks together. `mixed` draws tokens from many requests at random, as in
 decode; `prefill` takes consecutive tokens of concatenated requests. Attention-DP: requests are scheduled by their
 prompt in arrival order and scored on their routed tokens. Attention-TP: each batch is divided into equal
 slices by the plan's token policy.

@@ -1,4 +1,4 @@
-"""Read a trace from an `.npz` file, in one of the layouts of `docs/formats.md`."""
+"""Read a trace from an `.npz` file, in one of the layouts of `docs/reference.md`."""
 
 import math
 import zipfile

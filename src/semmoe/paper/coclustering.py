@@ -1,6 +1,6 @@
 """The paper's Algorithm 1: alternate between placing experts and scheduling data, so that both share a rank.
 
-`docs/reading-the-paper.md` interprets its unspecified and misprinted parts. For attention-DP the data are requests, all
+`docs/method.md` interprets its unspecified and misprinted parts. For attention-DP the data are requests, all
 layers together, since a request has one rank. For attention-TP they are token types weighted by frequency, layer by
 layer. Hybrid does the first over groups, then the second inside each. Letters beside core's: N data items, C clusters.
 """

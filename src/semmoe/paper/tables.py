@@ -61,7 +61,7 @@ def build_policies(
 def _request_scores(trace: RoutingTrace, groups: np.ndarray, num_groups: int) -> np.ndarray:
     """(V + 1, D) float32: of a token's occurrences in prompts, the share in each group's; row V is the prior.
 
-    Only prompts are counted: the online look-up sees no more, and generated tokens do harm (docs/reading-the-paper.md).
+    Only prompts are counted: the online look-up sees no more, and generated tokens do harm (docs/method.md).
     """
     requests = np.repeat(np.arange(trace.num_requests), np.diff(trace.prompt_offsets))
     counts = count(trace.prompt_ids, groups[requests, None], trace.fingerprint.vocab_size + 1, num_groups).toarray()

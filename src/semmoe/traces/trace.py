@@ -143,7 +143,7 @@ def save_trace(trace: RoutingTrace, path: Path) -> None:
 
 
 def open_trace(path: Path | str) -> RoutingTrace:
-    """Read a trace directory, or an `.npz` file in one of the layouts of `docs/formats.md`.
+    """Read a trace directory, or an `.npz` file in one of the layouts of `docs/reference.md`.
 
     Tokens whose routing no router makes are left out with a `RoutingWarning`; more than 1 % are a ValueError.
     """

@@ -99,7 +99,7 @@ def test_generate_of_transformers_runs_on_the_plan(plan, prompts, reference, tmp
 
 def test_the_example_of_the_docs_runs_as_users_start_it(plan, prompts, reference, tmp_path):
     """By torchrun, on two ranks."""
-    docs = (Path(__file__).parents[3] / "docs/engines.md").read_text()
+    docs = (Path(__file__).parents[3] / "docs/support.md").read_text()
     code = re.search(r"^```python\n(import deepspeed.*?)^```", docs, re.M | re.S)[1]
     given = f"torch.tensor([{prompts[3]}]), max_new_tokens=8, do_sample=False, pad_token_id=0"
     save_plan(plan, tmp_path / "plan")

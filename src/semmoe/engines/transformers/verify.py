@@ -40,7 +40,7 @@ class Agreement:
 
     requests: int
     identical: int
-    near_ties: int  # outputs that first differ where the reference's margin is too small (docs/choices.md)
+    near_ties: int  # outputs that first differ where the reference's margin is too small (docs/how-it-works.md)
     mismatches: list[int]  # requests that differ otherwise
 
     @property
