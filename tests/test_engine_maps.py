@@ -1,6 +1,7 @@
 """`semmoe import` of maps and counts, which become plans, and refusals of bad files."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from semmoe.cli import app
 from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.placement import eplb
-from semmoe.plan import load_plan
+from semmoe.plan import load_plan, save_plan
+from semmoe.requests.policy import PromptScores
 
 TINY = fingerprint_of(str(MODEL))
 L, E, K = TINY.num_layers, TINY.num_experts, TINY.top_k
@@ -104,6 +106,21 @@ def test_a_target_that_reads_no_map_and_a_wrong_suffix_are_refused(tmp_path):
     failed(applied(plan, MODEL, "vllm", tmp_path / "map.json"), 2, "vLLM reads no map", "semmoe serve --engine vllm")
     failed(applied(plan, MODEL, "trtllm", tmp_path / "map.json"), 2, "must end in .yaml")
     failed(applied(plan, MODEL, "eplb", tmp_path / "map.pt"), 2, "must end in .npy")
+
+
+def test_a_file_says_that_it_lacks_the_tables_for_requests(tmp_path):
+    plan = load_plan(plan_for(MODEL, tmp_path / "plain", dp_size=4))
+    zeros = np.zeros(4, np.float32)
+    weights = np.ones(TINY.vocab_size + 1, np.float32)
+    scores = np.zeros((TINY.vocab_size + 1, 4), np.float32)
+    tables = PromptScores(
+        token_scores=scores, token_weights=weights, bias=zeros, prices=zeros, score_spread=0.1, mean_length=1.0
+    )
+    save_plan(replace(plan, requests=tables), tmp_path / "plan")
+    report = json.loads(applied(tmp_path / "plan", MODEL, "sglang", tmp_path / "a.json", "--json").stdout)
+    assert report["left_to_the_engine"] == ["which rank serves a request"]
+    text = " ".join(applied(tmp_path / "plan", MODEL, "sglang", tmp_path / "b.json").stdout.split())
+    assert "Not in the file, so left to the engine: which rank serves a request." in text
 
 
 def test_vllm_ascend_has_no_entry_for_an_expert_twice_on_a_rank(tmp_path):
