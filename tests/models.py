@@ -16,6 +16,15 @@ LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rop
           "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "intermediate_size": 64,
           "num_hidden_layers": 3, "num_key_value_heads": 4, "moe_layer_freq": 1}  # fmt: skip
 
+# What published configurations say otherwise than transformers writes it. Kimi-K2 names code of its own.
+STATED = {
+    "kimi_k2": {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    },
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
+}
+
 
 def without_top_k() -> dict[str, object]:
     """For families that name the number of experts per token in another way."""
@@ -109,17 +118,11 @@ def build(architecture: str, folder: Path, **changes: object) -> str:
         fill_tables(model)
         model.save_pretrained(path)
         load_tokenizer(str(MODEL)).save_pretrained(path)
-        if architecture == "kimi_k2":
-            rename_type(path, architecture)
+        config_file = path / "config.json"
+        config_file.write_text(json.dumps(json.loads(config_file.read_text()) | STATED.get(architecture, {})))
+        if "auto_map" in STATED.get(architecture, {}):
+            (path / "own.py").write_text("raise SystemExit('code of the directory was run')")
     return str(path)
-
-
-def rename_type(path: Path, kind: str) -> None:
-    """Give a model a type that transformers does not know, and code for it, which must not run."""
-    config = json.loads((path / "config.json").read_text())
-    own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-    (path / "config.json").write_text(json.dumps(config | {"model_type": kind, "auto_map": own}))
-    (path / "own.py").write_text("raise SystemExit('code of the directory was run')")
 
 
 def fill_tables(model: torch.nn.Module) -> None:
