@@ -14,11 +14,11 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_543, 350, 50
+TOTAL, FILE, FUNCTION = 24_657, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
-    "topology.py": 107,
+    "topology.py": 121,
     "settings.py": 215,
     "plan.py": 182,
     "solver.py": 156,
@@ -32,12 +32,12 @@ ROOMS = {
     "costs": 768,
     "evaluation": 688,
     "runtime": 2107,
-    "checkpoint": 1159,
-    "engines": 6382,
+    "checkpoint": 1275,
+    "engines": 6351,
     "live": 2062,
     "gateway": 349,
     "report": 664,
-    "cli": 2515,
+    "cli": 2530,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.
