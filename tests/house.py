@@ -18,7 +18,7 @@ TOTAL, FILE, FUNCTION = 24_541, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
-    "topology.py": 107,
+    "topology.py": 121,
     "settings.py": 215,
     "plan.py": 182,
     "solver.py": 156,

@@ -1,5 +1,6 @@
 """Small, randomly initialised MoE models of several architectures, saved as Hugging Face checkpoints."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -14,6 +15,22 @@ COMMON = {"vocab_size": 4096, "hidden_size": 64, "num_attention_heads": 4, "init
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
           "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "intermediate_size": 64,
           "num_hidden_layers": 3, "num_key_value_heads": 4, "moe_layer_freq": 1}  # fmt: skip
+
+# What published configurations say otherwise than transformers writes it. Kimi-K2 names code of its own.
+STATED = {
+    "kimi_k2": {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    },
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
+}
+
+
+def without_top_k() -> dict[str, object]:
+    """For families that name the number of experts per token in another way."""
+    return {name: value for name, value in COMMON.items() if name != "num_experts_per_tok"}
+
+
 CONFIGS = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8, moe_intermediate_size=32,
@@ -52,6 +69,40 @@ CONFIGS = {
         layer_types=["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention",
                      "sliding_attention"],
     ),
+    # Kimi-K2: DeepSeek-V3's architecture under another name, for which `build` names code of the directory.
+    "kimi_k2": lambda: transformers.DeepseekV3Config(
+        **COMMON, **LATENT, n_routed_experts=8, n_group=1, topk_group=1, routed_scaling_factor=2.5,
+        topk_method="noaux_tc", scoring_func="sigmoid",
+    ),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_local_experts=8, intermediate_size=48,
+    ),
+    "glm_moe_dsa": lambda: transformers.GlmMoeDsaConfig(  # GLM-5
+        **COMMON, **LATENT, n_routed_experts=8, n_group=1, topk_group=1, index_topk=8, index_head_dim=16,
+        index_n_heads=2,
+    ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **COMMON, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, num_experts=8, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, intermediate_size=64, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
+        **without_top_k(), num_hidden_layers=3, num_key_value_heads=2, moe_num_experts=8,
+        moe_k=2, moe_intermediate_size=32, intermediate_size=64, moe_num_shared_experts=1, moe_layer_start_index=1,
+        moe_layer_end_index=2, moe_layer_interval=1,
+    ),
+    "phimoe": lambda: transformers.PhimoeConfig(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_local_experts=8, intermediate_size=48,
+        sliding_window=None,
+    ),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_local_experts=8, intermediate_size=48,
+        residual_multiplier=0.5,
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_experts=8, moe_intermediate_size=32,
+        intermediate_size=64, shared_expert_intermediate_size=48,
+    ),
 }  # fmt: skip
 
 
@@ -67,6 +118,10 @@ def build(architecture: str, folder: Path, **changes: object) -> str:
         fill_tables(model)
         model.save_pretrained(path)
         load_tokenizer(str(MODEL)).save_pretrained(path)
+        config_file = path / "config.json"
+        config_file.write_text(json.dumps(json.loads(config_file.read_text()) | STATED.get(architecture, {})))
+        if "auto_map" in STATED.get(architecture, {}):
+            (path / "own.py").write_text("raise SystemExit('code of the directory was run')")
     return str(path)
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from models import COMMON, CONFIGS, LATENT, fill_tables
+from models import COMMON, CONFIGS, LATENT, fill_tables, without_top_k
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
@@ -24,17 +24,24 @@ from semmoe.checkpoint.relabel import RECORD, Record, relabel, write_relabelled
 from semmoe.checkpoint.shards import CHUNK_BYTES, Tensor, read_shard, write_shard
 from semmoe.cli.demo import MODEL
 from semmoe.core import Placement, Plan
-from semmoe.engines.transformers.config import fingerprint_of
-from semmoe.engines.transformers.model import load_model
+from semmoe.engines.transformers.config import fingerprint_of, load_config
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology
 
 MODELS = CONFIGS | {
-    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+    "llama4_text": lambda: transformers.Llama4TextConfig(
+        **{**COMMON, "num_experts_per_tok": 1}, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
+        num_local_experts=8, intermediate_size=32, intermediate_size_mlp=64, interleave_moe_layer_step=2,
+    ),
+    "hunyuan_v1_moe": lambda: transformers.HunYuanMoEV1Config(
+        **without_top_k(), num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8, moe_topk=2,
+        intermediate_size=48,
+    ),
+    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_experts=8, moe_intermediate_size=32,
-        intermediate_size=64, shared_expert_intermediate_size=48,
+        intermediate_size=64, num_dense_layers=1, layer_types=["full_attention"] * 3,
     ),
     "deepseek_v3_one_group": lambda: transformers.DeepseekV3Config(
         **COMMON, **LATENT, n_routed_experts=8, n_group=1, topk_group=1, routed_scaling_factor=1.0,
@@ -47,7 +54,7 @@ def build(architecture, folder):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(MODELS[architecture]())
     for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
-        if name.endswith(("e_score_correction_bias", "router.bias")):
+        if name.endswith(("e_score_correction_bias", "router.bias", "expert_bias")):
             buffer.data.normal_(std=0.2)
     fill_tables(model)
     model.save_pretrained(folder / "model", max_shard_size="300KB")
@@ -87,7 +94,7 @@ def fingerprint(layers, experts, **changes):
 @torch.inference_mode()
 def logits(path):
     ids = torch.randint(1, 4096, (4, 24), generator=torch.Generator().manual_seed(1))
-    return load_model(str(path))(ids).logits
+    return transformers.AutoModelForCausalLM.from_pretrained(path, config=load_config(str(path)))(ids).logits
 
 
 def record_of(path):

@@ -525,8 +525,14 @@ def test_the_method_of_a_plan_is_shown_and_never_imported(own_package, tmp_path,
     ("arguments", "words"),
     [
         (["replay", "absent"], ["no trace at absent"]),
-        (["replay", "{trace}", "--method", "semmoe", "--ep-size", 4, "--redundant-experts", 3], ["0, 4, 8, ... fit"]),
-        (["replay", "{trace}", "--ep-size", 7], ["ep_size 7 does not divide"]),
+        (
+            ["replay", "{trace}", "--method", "semmoe", "--ep-size", 4, "--redundant-experts", 3],
+            ["4 does not divide 35 experts (3 redundant) (nearest: 1 and 5)", "that fit: 0 and 4"],
+        ),
+        (
+            ["replay", "{trace}", "--ep-size", 7],
+            ["ep_size 7 does not divide 32 experts (nearest: 4 and 8)", "that fit: 3"],
+        ),
         (["replay", "{trace}", "--method", "magic"], ["'magic'"]),
         (["replay", "{trace}", "--profile-share", 1.5], ["--profile-share", "less than or equal to 0.999"]),
         (["solve", "{trace}", "--attention", "hybrid", "--out", "p"], ["dp_size"]),

@@ -14,7 +14,7 @@ import semmoe
 from semmoe.core import Placement, Plan, RoutingTrace
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
-from semmoe.topology import Topology
+from semmoe.topology import Topology, physical_experts
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,30 @@ def test_topology_divides_ranks_into_attention_groups(attention, dp_size, expect
     ("arguments", "message"),
     [
         ({"ep_size": 0}, "ep_size must lie between 1 and 4,096, not 0"),
-        ({"ep_size": 8, "dp_size": 3}, "dp_size 3 does not divide ep_size 8"),
-        ({"ep_size": 8, "dp_size": 2, "attn_tp_size": 2}, "is 4, not ep_size 8"),
-        ({"ep_size": 8, "num_nodes": 3}, "num_nodes 3"),
+        ({"ep_size": 8, "dp_size": 3}, r"dp_size 3 does not divide ep_size 8 \(nearest: 2 and 4\)"),
+        ({"ep_size": 8, "dp_size": 9}, r"dp_size 9 does not divide ep_size 8 \(nearest: 8\)"),
+        ({"ep_size": 8, "dp_size": 2, "attn_tp_size": 2}, r"is 4, not ep_size 8 \(attn_tp_size 4 fits\)"),
+        ({"ep_size": 16, "num_nodes": 3}, r"num_nodes 3 does not divide ep_size 16 \(nearest: 2 and 4\)"),
         ({"ep_size": 8, "num_nodes": 0}, "num_nodes must lie between 1 and"),
     ],
 )
 def test_topology_refuses_sizes_that_do_not_multiply(arguments, message):
     with pytest.raises(ValueError, match=message):
         Topology(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("redundant", "ep_size", "message"),
+    [
+        (0, 3, r"3 does not divide 8 experts \(nearest: 2 and 4\); redundant experts that fit: 1"),
+        (0, 16, r"16 does not divide 8 experts \(nearest: 8\); redundant experts that fit: 8"),
+        (3, 4, r"4 does not divide 11 experts \(3 redundant\) \(nearest: 1 and 11\); .* that fit: 0 and 4"),
+        (5, 4, r"nearest: 1 and 13\); redundant experts that fit: 4 and 8"),
+    ],
+)
+def test_experts_that_ranks_do_not_divide_are_refused_with_the_sizes_that_fit(redundant, ep_size, message):
+    with pytest.raises(ValueError, match=message):
+        physical_experts(8, redundant, ep_size)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """`semmoe import` of maps and counts, which become plans, and refusals of bad files."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from models import build
 from test_apply import failed, plan_for
 from typer.testing import CliRunner
@@ -13,7 +15,8 @@ from semmoe.cli import app
 from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.placement import eplb
-from semmoe.plan import load_plan
+from semmoe.plan import load_plan, save_plan
+from semmoe.requests.policy import PromptScores
 
 TINY = fingerprint_of(str(MODEL))
 L, E, K = TINY.num_layers, TINY.num_experts, TINY.top_k
@@ -23,19 +26,113 @@ def imported(file, out, *options, model=MODEL):
     return CliRunner().invoke(app, ["import", *map(str, (file, "--model", model, "--out", out, *options))])
 
 
-@pytest.mark.parametrize("redundant", [0, 8])
-def test_a_plan_s_map_for_an_engine_is_read_back(tmp_path, redundant):
+FILES = {"sglang": "map.json", "ascend": "map.json", "trtllm": "map.yaml", "eplb": "map.npy"}
+
+
+def applied(plan, model, to, out, *options):
+    return CliRunner().invoke(app, ["apply", *map(str, (plan, "--model", model, "--to", to, "--out", out, *options))])
+
+
+def plan_with_copies(folder, model, copies, *options):
+    """A plan of 8 experts in each of two layers on 4 ranks, random; each rank holds an expert of the next one, too."""
+    rows = np.stack([np.random.default_rng(l).permutation(8).reshape(4, 2) for l in range(2)])
+    rows = np.concatenate([rows, np.roll(rows[..., :1], -1, axis=1)], axis=2) if copies else rows
+    np.save(folder / "placed.npy", rows.reshape(2, -1))
+    result = imported(folder / "placed.npy", folder / "plan", "--ep-size", 4, *options, model=model)
+    assert result.exit_code == 0, result.output
+    return folder / "plan"
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("to", FILES)
+def test_a_plan_s_map_for_an_engine_is_read_back(tmp_path, to, copies):
     model = build("deepseek_v2", tmp_path)  # its first layer has no experts
-    plan = plan_for(model, tmp_path / "plan", redundant, ep_size=4)
-    applied = CliRunner().invoke(
-        app, ["apply", str(plan), "--model", model, "--to", "sglang", "--out", f"{tmp_path}/map.json"]
-    )
-    assert applied.exit_code == 0, applied.output
-    assert imported(tmp_path / "map.json", tmp_path / "back", "--ep-size", 4, model=model).exit_code == 0
+    plan = plan_with_copies(tmp_path, model, copies)
+    result = applied(plan, model, to, tmp_path / FILES[to])
+    assert result.exit_code == 0, result.output
+    assert imported(tmp_path / FILES[to], tmp_path / "back", "--ep-size", 4, model=model).exit_code == 0
     before, after = load_plan(plan), load_plan(tmp_path / "back")
     np.testing.assert_array_equal(after.placement.physical_to_logical_map, before.placement.physical_to_logical_map)
     assert (after.topology, after.method) == (before.topology, "map")
     assert not after.requests.by_tables | after.tokens.by_tables
+
+
+def test_what_each_engine_reads_and_is_started_with(tmp_path):
+    """Three decoder layers, of which 1 and 2 have experts; four ranks with two slots and one copy each."""
+    model = build("deepseek_v2", tmp_path)
+    plan = plan_with_copies(tmp_path, model, True, "--attention", "hybrid", "--dp-size", 2, "--num-nodes", 2)
+    rows = load_plan(plan).placement.physical_to_logical_map.tolist()
+    flags = {}
+    for to, name in FILES.items():
+        out = tmp_path / f"{to}-{name}"
+        result = applied(plan, model, to, out)
+        assert result.exit_code == 0, result.output
+        text = " ".join(result.stdout.split())
+        out.rename(tmp_path / f"first-{to}")
+        flags[to] = json.loads(applied(plan, model, to, out, "--json").stdout)["flags"]
+        left = "which copy of an expert a rank uses; which ranks share one of 2 nodes"
+        assert f"Not in the file, so left to the engine: {left}" in text
+        assert ("attention hybrid (TensorRT-LLM heeds a map in attention-DP only)" in text) == (to == "trtllm")
+    assert flags["ascend"][:5] == [
+        "--data-parallel-size",
+        "2",
+        "--tensor-parallel-size",
+        "2",
+        "--enable-expert-parallel",
+    ]
+    path = str(tmp_path / "ascend-map.json")
+    eplb = {"eplb_config": {"expert_map_path": path, "num_redundant_experts": 4}}
+    assert (flags["ascend"][5], json.loads(flags["ascend"][6])) == ("--additional-config", eplb)
+    layers = json.loads((tmp_path / "ascend-map.json").read_text())
+    assert layers["moe_layer_count"] == 2
+    for number, (layer, row) in enumerate(zip(layers["layer_list"], rows, strict=True)):
+        devices = [{"device_id": g, "device_expert": row[3 * g : 3 * g + 3]} for g in range(4)]
+        assert layer == {"layer_id": number, "device_count": 4, "device_list": devices}
+    balancer = yaml.safe_load((tmp_path / "trtllm-map.yaml").read_text())
+    assignments = {1: rows[0], 2: rows[1]}
+    assert balancer == {"num_slots": 12, "layer_updates_per_iter": 0, "initial_global_assignments": assignments}
+    assert yaml.safe_load("\n".join(flags["trtllm"])) == {
+        "tensor_parallel_size": 4,
+        "moe_expert_parallel_size": 4,
+        "enable_attention_dp": True,
+        "moe_config": {"load_balancer": str(tmp_path / "trtllm-map.yaml")},
+    }
+    assert np.load(tmp_path / "eplb-map.npy").tolist() == rows
+    assert flags["eplb"] == ["num_replicas=12", "num_nodes=2", "num_gpus=4"]
+
+
+def test_a_target_that_reads_no_map_and_a_wrong_suffix_are_refused(tmp_path):
+    plan = plan_for(MODEL, tmp_path / "plan")
+    failed(applied(plan, MODEL, "vllm", tmp_path / "map.json"), 2, "vLLM reads no map", "semmoe serve --engine vllm")
+    failed(applied(plan, MODEL, "trtllm", tmp_path / "map.json"), 2, "must end in .yaml")
+    failed(applied(plan, MODEL, "eplb", tmp_path / "map.pt"), 2, "must end in .npy")
+
+
+def test_a_file_says_that_it_lacks_the_tables_for_requests(tmp_path):
+    plan = load_plan(plan_for(MODEL, tmp_path / "plain", dp_size=4))
+    zeros = np.zeros(4, np.float32)
+    weights = np.ones(TINY.vocab_size + 1, np.float32)
+    scores = np.zeros((TINY.vocab_size + 1, 4), np.float32)
+    tables = PromptScores(
+        token_scores=scores, token_weights=weights, bias=zeros, prices=zeros, score_spread=0.1, mean_length=1.0
+    )
+    save_plan(replace(plan, requests=tables), tmp_path / "plan")
+    report = json.loads(applied(tmp_path / "plan", MODEL, "sglang", tmp_path / "a.json", "--json").stdout)
+    assert report["left_to_the_engine"] == ["which rank serves a request"]
+    text = " ".join(applied(tmp_path / "plan", MODEL, "sglang", tmp_path / "b.json").stdout.split())
+    assert "Not in the file, so left to the engine: which rank serves a request." in text
+
+
+def test_vllm_ascend_has_no_entry_for_an_expert_twice_on_a_rank(tmp_path):
+    order = [
+        *range(E),
+        *range(4),
+    ]  # rank 0 holds experts 0 to 8, rank 1 holds 9 to 17, ..., rank 3 holds 27 to 31, 0 to 3
+    order[8], order[35] = 0, 8  # rank 0 gets the copy of expert 0
+    np.save(tmp_path / "map.npy", order)
+    assert imported(tmp_path / "map.npy", tmp_path / "plan", "--ep-size", 4).exit_code == 0
+    failed(applied(tmp_path / "plan", MODEL, "ascend", tmp_path / "map.json"), 2, "rank 0 has an expert of MoE layer 0")
+    assert applied(tmp_path / "plan", MODEL, "trtllm", tmp_path / "map.yaml").exit_code == 0
 
 
 def test_one_row_stands_for_all_layers(tmp_path):
@@ -141,12 +238,12 @@ def test_of_a_map_and_counts_the_map_is_taken_and_told(tmp_path):
 
 
 def ascend(maps, devices):
-    """vLLM-Ascend's expert map, layers and devices in any order."""
+    """vLLM-Ascend's expert map."""
     per_device = maps.reshape(len(maps), devices, -1)
     layers = [
         {"layer_id": l, "device_count": devices, "device_list": [
-            {"device_id": d, "device_expert": per_device[l, d].tolist()} for d in reversed(range(devices))]}
-        for l in reversed(range(len(maps)))
+            {"device_id": d, "device_expert": per_device[l, d].tolist()} for d in range(devices)]}
+        for l in range(len(maps))
     ]  # fmt: skip
     return {"moe_layer_count": len(maps), "layer_list": layers}
 
@@ -162,6 +259,25 @@ def test_the_expert_map_of_vllm_ascend_becomes_a_plan(tmp_path):
     failed(imported(tmp_path / "expert_map.json", tmp_path / "b", "--ep-size", 8), 2, "is of 4 devices")
 
 
+@pytest.mark.parametrize("place", ["layer_list", "device_list"])
+def test_the_lists_of_vllm_ascend_are_read_by_position(tmp_path, place):
+    content = ascend(permuted(), 4)
+    listed = content[place] if place == "layer_list" else content["layer_list"][0][place]
+    listed[0], listed[1] = listed[1], listed[0]
+    (tmp_path / "map.json").write_text(json.dumps(content))
+    failed(imported(tmp_path / "map.json", tmp_path / "a", "--ep-size", 4), 2, "_id 1 is entry 0 of its list")
+    for entry in listed:
+        entry.pop("layer_id", entry.pop("device_id", None))  # vLLM-Ascend does not need the numbers
+    (tmp_path / "map.json").write_text(json.dumps(content))
+    assert imported(tmp_path / "map.json", tmp_path / "b", "--ep-size", 4).exit_code == 0
+    expected = permuted()
+    if place == "layer_list":
+        expected[[0, 1]] = expected[[1, 0]]
+    else:
+        expected[0, :16] = np.roll(expected[0, :16], 8)
+    np.testing.assert_array_equal(load_plan(tmp_path / "b").placement.physical_to_logical_map, expected)
+
+
 @pytest.mark.parametrize("broken", [{"layer_list": 3}, {"layer_list": [{}]}, {"layer_list": [{"layer_id": 0,
     "device_list": [{"device_id": 0, "device_expert": [0]}, {"device_id": 1, "device_expert": []}]}]}])  # fmt: skip
 def test_a_broken_expert_map_of_vllm_ascend_is_named(tmp_path, broken):
@@ -175,6 +291,17 @@ def test_the_assignments_of_tensorrt_llm_become_a_plan(tmp_path):
     (tmp_path / "balancer.yaml").write_text(text)
     assert imported(tmp_path / "balancer.yaml", tmp_path / "plan", "--ep-size", 4).exit_code == 0
     np.testing.assert_array_equal(load_plan(tmp_path / "plan").placement.physical_to_logical_map, permuted())
+
+
+def test_the_layers_of_tensorrt_llm_are_decoder_layers(tmp_path):
+    model = build("deepseek_v2", tmp_path)  # layers 1 and 2 have experts
+    rows = [list(range(8)), list(range(8))[::-1], [1, 0, *range(2, 8)]]
+    (tmp_path / "a.yaml").write_text(f"initial_global_assignments: {{3: {rows[0]}, 2: {rows[1]}, 1: {rows[2]}}}")
+    assert imported(tmp_path / "a.yaml", tmp_path / "plan", "--ep-size", 4, model=model).exit_code == 0
+    placed = load_plan(tmp_path / "plan").placement.physical_to_logical_map.tolist()
+    assert placed == [rows[2], rows[1]]  # layer 3 is a draft's
+    (tmp_path / "b.yaml").write_text(f"initial_global_assignments: {{0: {rows[0]}, 1: {rows[1]}}}")
+    failed(imported(tmp_path / "b.yaml", tmp_path / "b", "--ep-size", 4, model=model), 2, "no row for layer 2")
 
 
 BAD_YAML = {

@@ -80,6 +80,8 @@ def set_ups(trace, ep_size):
         pytest.param("deepseek_v2", 4, marks=pytest.mark.costly),
         ("deepseek_v3", 4),
         ("gpt_oss", 4),
+        ("glm_moe_dsa", 2),
+        ("granitemoe", 2),
     ],
 )
 def test_every_set_up_gives_the_plain_models_tokens(architecture, ep_size, checkpoints, tmp_path):
@@ -92,14 +94,22 @@ def test_every_set_up_gives_the_plain_models_tokens(architecture, ep_size, check
 
 
 @pytest.mark.slow
-def test_olmoe_runs_in_attention_dp_and_refuses_attention_tp(checkpoints, tmp_path):
-    path = build("olmoe", checkpoints)
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("olmoe", "normalises over all heads"),
+        ("minimax_m2", "normalises over all heads"),
+        ("qwen3_next", "Qwen3NextGatedDeltaNet has no heads to split"),
+    ],
+)
+def test_some_families_run_in_attention_dp_and_refuse_attention_tp(architecture, reason, checkpoints, tmp_path):
+    path = build(architecture, checkpoints)
     model, trace, reference = prepare(path, tmp_path)
     planned = gen.Configuration(name="dp", plan=solve(trace, Topology.for_attention("dp", 2), QUICK))
     result = gen.generate(path, prompts(1), [planned], SETTINGS)[0]
     assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
     sharded = gen.Configuration(name="tp", plan=vanilla_plan(trace.fingerprint, Topology.for_attention("tp", 2)))
-    with pytest.raises(ValueError, match="normalises over all heads"):
+    with pytest.raises(ValueError, match=reason):
         gen.generate(path, prompts(1), [sharded], SETTINGS)
 
 

@@ -1,6 +1,5 @@
 """The SGLang adaptor's parts that need no SGLang: arguments, settings, copies, requests' slots."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -142,29 +141,6 @@ def test_what_takes_the_choice_of_copies_from_the_plan_is_refused(tmp_path, monk
     for option in (["--ep-dispatch-algorithm", "dynamic"], ["--ep-dispatch-algorithm=lp"], ["--enable-eplb"]):
         with pytest.raises(ValueError, match=f"{option[0].split('=')[0]} comes from the plan"):
             serve(tmp_path, monkeypatch, "dp", 2, *option)
-    for option in (["--moe-a2a-backend", "none"], ["--moe-a2a-backend=none"]):
-        with pytest.raises(ValueError, match="a plan with copies needs an all-to-all"):
-            serve(tmp_path, monkeypatch, "dp", 2, *option)
-        assert "none" in " ".join(serve(tmp_path, monkeypatch, "dp", 0, *option))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "attention", "options", "shuffle", "why"),
-    [
-        ("GptOssForCausalLM", "tp", [], "plan", "gpt-oss has no expert all-to-all, and its loader places no experts"),
-        ("GptOssForCausalLM", "dp", ["--moe-a2a-backend", "none"], "off", "gpt-oss has no expert all-to-all"),
-        ("MixtralForCausalLM", "dp", [], "plan", "MixtralForCausalLM splits attention over all ranks"),
-        ("OlmoeForCausalLM", "tp", [], "plan", "OlmoeForCausalLM runs on one rank alone"),
-        ("OlmoeForCausalLM", "dp", ["--moe-a2a-backend=none"], "off", "OlmoeForCausalLM runs on one rank alone"),
-    ],
-)
-def test_models_that_sglang_cannot_serve_on_a_plan_are_refused_before_loading(
-    tmp_path, monkeypatch, architecture, attention, options, shuffle, why
-):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    with pytest.raises(ValueError, match=why) as said:
-        serve(tmp_path, monkeypatch, attention, 0, *options, shuffle=shuffle, model=str(tmp_path))
-    assert "\n" not in str(said.value)
 
 
 def test_settings_from_the_environment():

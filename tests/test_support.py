@@ -41,6 +41,31 @@ def test_a_family_that_no_plan_was_run_on_is_refused_with_a_remedy(engine):
         assert all("semmoe apply" in line for line in problems(use))
 
 
+def test_a_headless_node_of_vllm_is_no_other_load_balancer():
+    use = replace(PLAIN, engine="vllm", options=["--headless", "--data-parallel-start-rank", "2"])
+    assert check(use) == []
+    for word in ("--data-parallel-external-lb", "-dph", "--data-parallel-rank=1", "-dpn"):
+        assert "semmoe picker" in problems(replace(use, options=["--seed", "1", word]))[0]
+        assert problems(replace(use, options=[word], schedules=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "dp_size", "why"),
+    [
+        ("gpt_oss", 1, "GPT-OSS has no expert all-to-all, and its loader places no experts"),
+        ("gpt_oss", 2, "GPT-OSS has no expert all-to-all"),
+        ("mixtral", 2, "Mixtral splits attention over all ranks"),
+        ("olmoe", 1, "OLMoE runs on one rank alone"),
+        ("olmoe", 2, "OLMoE runs on one rank alone"),
+    ],
+)
+def test_models_that_sglang_cannot_serve_on_a_plan_are_refused_in_one_line(kind, dp_size, why):
+    topology = Topology(ep_size=2, dp_size=dp_size)
+    (said,) = problems(replace(PLAIN, config={"model_type": kind}, topology=topology, shuffles=False))
+    assert why in said
+    assert "\n" not in said
+
+
 def asks(feature, engine):
     """Words by which an option asks for a feature, and words by which it does not."""
     for option in feature.options[engine]:

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from models import CONFIGS, build
 
 from semmoe.cli.demo import MODEL
 from semmoe.core import DECODE, PREFILL
 from semmoe.engines.transformers import model as models
+from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.recorder import record_prompts
 from semmoe.engines.transformers.verify import plain_generate
@@ -138,3 +140,19 @@ def test_a_dense_model_is_refused(tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no MoE layer"):
         models.load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "message"),
+    [
+        (4, 2, 3, r"over 3 does not divide 4 attention heads \(nearest: 2 and 4\)"),
+        (12, 4, 6, r"4 key heads and 6 ranks: .*\(nearest: 4 and 12\)"),
+    ],
+)
+def test_heads_that_ranks_do_not_divide_are_refused_with_the_nearest_numbers(heads, kv_heads, size, message):
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=24, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=2
+    )
+    attention = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeAttention(config, 0)
+    with pytest.raises(ValueError, match=message):
+        shard_attention(attention, 0, size)

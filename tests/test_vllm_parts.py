@@ -276,16 +276,6 @@ def test_a_backend_that_sends_rows_where_they_go_is_chosen(deep_ep, monkeypatch,
     assert capsys.readouterr().err == ""
 
 
-def test_another_load_balancer_is_refused_where_the_plan_schedules_requests():
-    requests = SimpleNamespace(requests=SimpleNamespace(by_tables=True))
-    for word in ("--data-parallel-external-lb", "-dph", "--data-parallel-rank=1"):
-        with pytest.raises(ValueError, match=f"{word.split('=')[0]}: another load balancer"):
-            launch.check_balancer(requests, VllmSettings(), ["--seed", "1", word])
-        launch.check_balancer(requests, VllmSettings(schedule="engine"), [word])
-        launch.check_balancer(plan(), VllmSettings(), [word])
-    launch.check_balancer(requests, VllmSettings(), ["--headless", "--data-parallel-start-rank", "2"])
-
-
 def test_gpt_oss_is_loaded_expert_by_expert():
     given = [("layers.0.mlp.experts.w13_weight_scale", torch.arange(6).reshape(3, 2)), ("norm.weight", torch.ones(1))]
     seen = unpacked(lambda model, weights: dict(weights), None, given)

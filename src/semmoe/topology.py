@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -9,13 +10,25 @@ import numpy as np
 from semmoe.io.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_RANKS, MOST_VOCABULARY, Checked, check_table, number
 
 
+def nearest(size: int, sizes: Sequence[int]) -> str:
+    """Return in words those of `sizes`, ascending, that are next to `size`."""
+    below, above = [n for n in sizes if n < size], [n for n in sizes if n > size]
+    return " and ".join(map(str, below[-1:] + above[:1]))
+
+
+def check_divides(name: str, size: int, number: int, of: str, remedy: str = "") -> None:
+    """Raise ValueError, naming the nearest sizes that fit, unless `size` divides the `number` of `of`."""
+    if number % size != 0:
+        fit = nearest(size, [n for n in range(1, number + 1) if number % n == 0])
+        raise ValueError(f"{name} {size} does not divide {of} (nearest: {fit}){remedy}")
+
+
 def physical_experts(num_experts: int, redundant: int, ep_size: int) -> int:
     """P, the physical experts of a layer. Raises ValueError, saying which sizes fit, unless ranks divide it evenly."""
     total = num_experts + redundant
-    if total % ep_size != 0:
-        fit = ", ".join(str(-num_experts % ep_size + i * ep_size) for i in range(3))
-        parts = f" ({num_experts} and {redundant} redundant: {fit}, ... fit)" if redundant else ""
-        raise ValueError(f"ep_size {ep_size} does not divide {total} experts{parts}")
+    copies = nearest(redundant, range(-num_experts % ep_size, redundant + ep_size + 1, ep_size))
+    of = f"{total} experts ({redundant} redundant)" if redundant else f"{total} experts"
+    check_divides("ep_size", ep_size, total, of, f"; redundant experts that fit: {copies}")
     return total
 
 
@@ -33,15 +46,16 @@ class Topology(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ep_size % self.dp_size != 0:
-            raise ValueError(f"dp_size {self.dp_size} does not divide ep_size {self.ep_size}")
+        for name in ("dp_size", "num_nodes"):
+            check_divides(name, getattr(self, name), self.ep_size, f"ep_size {self.ep_size}")
         if self.attn_tp_size == 0:
             object.__setattr__(self, "attn_tp_size", self.ep_size // self.dp_size)
         product = self.dp_size * self.attn_tp_size
         if product != self.ep_size:
-            raise ValueError(f"dp_size x attn_tp_size is {product}, not ep_size {self.ep_size}")
-        if self.ep_size % self.num_nodes != 0:
-            raise ValueError(f"num_nodes {self.num_nodes} does not divide ep_size {self.ep_size}")
+            fit = self.ep_size // self.dp_size
+            raise ValueError(
+                f"dp_size x attn_tp_size is {product}, not ep_size {self.ep_size} (attn_tp_size {fit} fits)"
+            )
 
     @classmethod
     def for_attention(

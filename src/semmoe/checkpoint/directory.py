@@ -15,7 +15,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
 BOOKKEEPING = {".git", ".cache"}  # kept by git and by download tools
-EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a configuration: experts per layer
+# Names of a configuration for the number of experts of a layer, and of a token's.
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k")
 NAMES_EXPERTS = re.compile(r"expert|gate|router|up_proj|down_proj|\bw[123]\b|all-linear")
 
 
@@ -53,10 +55,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json as an object; in a multimodal model the fields of the language model take precedence."""
+    """config.json as an object; in a multimodal model the fields of the language model take precedence.
+
+    The type and the classes stay the model's own, since engines have other classes for it than for its language model.
+    """
     config = read_object(config_file(path))
     text = config.get("text_config")
-    return config | text if isinstance(text, dict) else config
+    own = {name: config[name] for name in ("model_type", "architectures") if name in config}
+    return config | text | own if isinstance(text, dict) else config
 
 
 def config_file(path: Path) -> Path:

@@ -32,7 +32,8 @@ class Format:
     suffixes: tuple[str, ...]
     key: str
     read: Callable[..., Any]  # content -> Experts; for a trace: content, Source -> Iterator[Request]
-    write: Callable[[Plan, Path, Path], list[str]] | None = None  # plan, model, file -> flags for the engine
+    write: Callable[[Plan, Path, Path], list[str]] | None = None  # plan, model, file -> flags or lines to start with
+    start: str = ""  # what to do with them
 
     def holds(self, content: Any) -> bool:
         """Whether a file's content is of this format."""
@@ -40,14 +41,28 @@ class Format:
 
 
 FORMATS = (  # the first that fits is taken
-    Format("sglang", "map", (".json", ".pt"), "physical_to_logical_map", maps.read_sglang_map, maps.write_sglang),
-    Format("sglang-counts", "counts", (".json", ".pt"), "logical_count", maps.read_sglang_counts),
-    Format("vllm-ascend", "map", (".json",), "layer_list", maps.read_ascend_map),
-    Format("tensorrt-llm", "map", (".yaml", ".yml"), "initial_global_assignments", maps.read_tensorrt_map),
-    Format("eplb", "map", (".npy", ".pt"), "", maps.read_array),
+    Format(
+        "sglang", "map", (".json", ".pt"), maps.MAP_KEY, maps.read_sglang_map, maps.write_sglang, "start SGLang with"
+    ),
+    Format("sglang-counts", "counts", (".json", ".pt"), maps.COUNTS_KEY, maps.read_sglang_counts),
+    Format(
+        "ascend", "map", (".json",), "layer_list", maps.read_ascend_map, maps.write_ascend, "start vLLM-Ascend with"
+    ),
+    Format(
+        "trtllm", "map", (".yaml", ".yml"), "initial_global_assignments", maps.read_tensorrt_map, maps.write_tensorrt,
+        "add these lines to the file of trtllm-serve's --config",
+    ),
+    Format(
+        "eplb", "map", (".npy", ".pt"), "", maps.read_array, maps.write_array,
+        "the first array that EPLB's rebalance_experts returns, for",
+    ),
     Format("answers", "answers", (LINES,), "", routes.read_answers),
-)
-WRITTEN = {one.name: one.write for one in FORMATS if one.write is not None}
+)  # fmt: skip
+WRITTEN = {one.name: one for one in FORMATS if one.write is not None}
+NO_FILE = {
+    "vllm": "vLLM reads no map of experts from a file: serve the plan with `semmoe serve --engine vllm`, or give vLLM "
+    "a checkpoint of `semmoe apply --to checkpoint`"
+}
 
 
 def load(path: Path) -> tuple[Format, Any]:

@@ -19,8 +19,14 @@ from semmoe.io.bounds import MOST_LAYERS
 
 BLOCK = re.compile(r"(?P<prefix>(?P<stack>.*?)\blayers\.(?P<layer>\d{1,6})\.\w+\.)(?P<rest>.+)")
 EXPERT = re.compile(r"experts\.(?P<expert>\d{1,6})\.(?P<part>.+)")
-PACKED = re.compile(r"experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w1|w2|w3)(?:[._]\w+)*")
-GATE = re.compile(r"(?:gate|router)\.(?P<part>weight|bias|e_score_correction_bias)|(?P<bare>e_score_correction_bias)")
+PACKED = re.compile(
+    r"experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w1|w2|w3)(?:[._]\w+)*|(?:in|out)put_linear\.weight"
+)
+EXPERTS = re.compile(r"experts\.|(?<=block_sparse_moe\.)(?:in|out)put_linear\.")  # Granite's names are the latter
+GATE = re.compile(
+    r"(?:gate|router)\.(?:wg\.|layer\.)?(?P<part>weight|bias|e_score_correction_bias)"
+    r"|(?:moe_statics\.)?(?P<bare>e_score_correction_bias|expert_bias)"
+)
 TABLE = re.compile(r"(?:gate|router)\.tid2eid")
 NUMBERED = re.compile(r"(?:experts|gate|router)\b.*")  # such a tensor must match one of the rules above
 SHARED = re.compile(r"shared_(?:experts?|mlp)\b.*|shared_expert_gate\b.*")
@@ -73,7 +79,7 @@ def _expert_blocks(names: Iterable[str], num_hidden_layers: int) -> dict[int, st
     for match in filter(None, map(BLOCK.fullmatch, names)):
         layer = int(match["layer"])
         prediction = layer >= num_hidden_layers or PREDICTION.search(match["stack"])
-        if prediction or not match["rest"].startswith("experts."):
+        if prediction or not EXPERTS.match(match.string, match.start("rest")):
             continue
         stacks.add(match["stack"])
         if blocks.setdefault(layer, match["prefix"]) != match["prefix"] or len(stacks) > 1:
@@ -124,7 +130,7 @@ def _add(layer: MoeLayer, name: str, rest: str, tensor: Tensor, num_experts: int
 
 
 def _check_rows(name: str, tensor: Tensor, num_experts: int) -> None:
-    if tensor.shape[:1] != (num_experts,):
+    if tensor.rows != num_experts:
         raise ValueError(f"{name} has shape {list(tensor.shape)}: the leading dimension must be {num_experts} experts")
     if tensor.nbytes % num_experts != 0:
         raise ValueError(f"{name}: an expert's share of it is not a whole number of bytes")

@@ -23,7 +23,15 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.checkpoint.directory import EXPERT_FIELDS, INDEX, Checkpoint, config_count, open_checkpoint, other_files
+from semmoe.checkpoint.directory import (
+    EXPERT_FIELDS,
+    INDEX,
+    TOP_K_FIELDS,
+    Checkpoint,
+    config_count,
+    open_checkpoint,
+    other_files,
+)
 from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
 from semmoe.checkpoint.shards import Progress, Stage, Tensor, write_shard
 from semmoe.checkpoint.verify import verify
@@ -159,7 +167,7 @@ def orders_of(plan: Plan) -> np.ndarray:
 def check_config(plan: Plan, config: dict[str, Any], model: Path) -> None:
     """Raise ValueError if config.json shows that the plan is for another model; hashes are the full check."""
     f = plan.fingerprint
-    expected = {EXPERT_FIELDS: f.num_experts, ("num_experts_per_tok",): f.top_k, ("vocab_size",): f.vocab_size}
+    expected = {EXPERT_FIELDS: f.num_experts, TOP_K_FIELDS: f.top_k, ("vocab_size",): f.vocab_size}
     for names, number in expected.items():
         found = config_count(config, *names)
         if found not in (0, number):

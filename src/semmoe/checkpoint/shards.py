@@ -49,9 +49,14 @@ class Tensor:
         """The values of a tensor whose type is one of INTEGERS."""
         return np.frombuffer(b"".join(self.chunks()), INTEGERS[self.dtype]).reshape(self.shape)
 
+    @property
+    def rows(self) -> int:
+        """Size of the leading dimension, not counting those of size 1, such as in ERNIE's bias (1, E)."""
+        return next((size for size in self.shape if size != 1), 1)
+
     def row(self, row: int) -> "Tensor":
         """Row `row` of the leading dimension, which is a whole number of bytes by the rules of the layout."""
-        size = self.nbytes // self.shape[0]
+        size = self.nbytes // self.rows
         return Tensor(self.path, self.dtype, self.shape[1:], self.offset + row * size, size)
 
     def reordered(self, order: np.ndarray) -> Iterator[bytes]:

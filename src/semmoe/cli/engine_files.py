@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from semmoe.checkpoint.engine_files import FORMATS, WRITTEN, Format, load
+from semmoe.checkpoint.engine_files import FORMATS, NO_FILE, WRITTEN, Format, load
 from semmoe.checkpoint.engine_maps import Model, plan_of
 from semmoe.checkpoint.engine_routes import Source, write_requests
 from semmoe.checkpoint.relabel import plan_digest, relabel
@@ -33,9 +33,9 @@ PLANNED = ["ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
 class Target:
     to: str = choice(
         CHECKPOINT,
-        (CHECKPOINT, *WRITTEN),
+        (CHECKPOINT, *WRITTEN, *NO_FILE),
         panel="Output",
-        help=f"checkpoint: experts renumbered, for any engine; or the own file of {', '.join(WRITTEN)}.",
+        help=f"checkpoint: experts renumbered, for any engine; or the map that {', '.join(WRITTEN)} reads.",
     )
 
 
@@ -44,24 +44,26 @@ def apply(
     *,
     plan: Annotated[Path, options.argument("A plan directory.")],
     model: Annotated[str, options.model("The model that the plan was made for.")],
-    out: Annotated[Path, options.output("The new model directory, or a .json file.")],
+    out: Annotated[Path, options.output("The new model directory, or the map's file.")],
     target: Target,
     as_json: options.Json = False,
 ) -> None:
     """Turn a plan into files that an engine reads by itself.
 
     `checkpoint` renumbers the experts so that an engine's contiguous placement is the plan's, and verifies the copy.
-    `sglang` writes where each expert lies and prints the flags that go with it. Without semmoe in the engine
-    neither requests nor tokens follow the experts.
+    The others write where each expert lies, and print the options that go with it. Without semmoe in the engine neither
+    requests nor tokens follow the experts.
 
     Example: `semmoe apply plan --model model --to checkpoint --out relabelled`
     """
     from semmoe.plan import load_plan
 
     started = time.perf_counter()
+    if target.to in NO_FILE:
+        raise ValueError(NO_FILE[target.to])
     whole = target.to == CHECKPOINT
-    if not whole and out.suffix != ".json":
-        raise ValueError(f"{out} must end in .json: an engine recognises the format by it")
+    if not whole and out.suffix != WRITTEN[target.to].suffixes[0]:
+        raise ValueError(f"{out} must end in {WRITTEN[target.to].suffixes[0]}: the format is recognized by it")
     check_output(out, directory=whole, inputs=(model, plan))
     loaded = load_plan(plan)
     _check_fingerprint(loaded, Path(model))
@@ -97,9 +99,21 @@ def _stage(bars: console.Bars, what: str, total: int) -> Callable[[int], None]:
 
 
 def _engine_file(name: str, plan: Plan, model: Path, out: Path) -> dict[str, Any]:
-    flags = WRITTEN[name](plan, model, out)
-    scheduled = [name for name, one in (("requests", plan.requests), ("tokens", plan.tokens)) if one.by_tables]
-    return {"flags": flags, "redundant_experts": plan.placement.redundant_experts, "left_to_the_engine": scheduled}
+    write = WRITTEN[name].write
+    assert write is not None
+    flags = write(plan, model, out)
+    copies = plan.placement.redundant_experts
+    nodes, attention = plan.topology.num_nodes, plan.topology.attention
+    lost = {
+        "which rank serves a request": plan.requests.by_tables,
+        "which rank computes a token": plan.tokens.by_tables,
+        "which copy of an expert a rank uses": copies > 0,
+        f"which ranks share one of {nodes} nodes": nodes > 1,
+        f"attention {attention} (TensorRT-LLM heeds a map in attention-DP only)": name == "trtllm"
+        and attention != "dp",
+    }
+    lost_names = [what for what, is_lost in lost.items() if is_lost]
+    return {"flags": flags, "redundant_experts": copies, "left_to_the_engine": lost_names}
 
 
 def _print_checkpoint(result: dict[str, Any]) -> None:
@@ -113,12 +127,13 @@ def _print_checkpoint(result: dict[str, Any]) -> None:
 
 
 def _print_flags(result: dict[str, Any]) -> None:
-    console.out.print(f"{result['out']}: start the engine with")
-    console.say("    " + shlex.join(result["flags"]))
+    flags = result["flags"]
+    console.out.print(f"{result['out']}: {WRITTEN[result['to']].start}")
+    for line in [shlex.join(flags)] if flags[0].startswith("--") else flags:
+        console.say("    " + line)
     if result["left_to_the_engine"]:
-        what = " and ".join(result["left_to_the_engine"])
-        console.out.print(f"The plan's tables for {what} are not in the file: only semmoe in the engine follows them.")
-    if result["redundant_experts"]:
+        console.out.print(f"Not in the file, so left to the engine: {'; '.join(result['left_to_the_engine'])}.")
+    if result["redundant_experts"] and result["to"] == "sglang":
         console.out.print("Choose a --moe-a2a-backend too: without one, older releases of SGLang compute copies twice.")
 
 

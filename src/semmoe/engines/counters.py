@@ -5,6 +5,7 @@ docs/reference.md has their labels. A dispatcher sends one of three kinds of row
 node), to be forwarded inside it (node_rows; DeepEP's normal kernels).
 """
 
+import json
 import logging
 import os
 import threading
@@ -21,30 +22,7 @@ PREFIX = "semmoe_"
 PERIOD = 1.0  # seconds between publications
 GAUGES = {"active", "degraded", "plan_number", "request_plan_number"}
 # Help texts by name, which is published with the prefix.
-DESCRIPTIONS = {
-    "active": "Ranks on which the plug-in runs, with its description: the proof of activity",
-    "degraded": "Ranks whose hooks do not run as they should, by reason",
-    "routed_tokens": "Token-layers routed, by home rank, each once",
-    "pairs": "(token, expert) pairs, by home rank and whether that rank has the expert",
-    "remote_rows": "Rows for other ranks in the expert dispatch, one per (token, rank), inside the node or between",
-    "node_rows": "Rows for other nodes in the expert dispatch, one per (token, node)",
-    "served_pairs": "(token, expert) pairs by the rank that computes them",
-    "sent_bytes": "Bytes that semmoe's collectives sent, by kind",
-    "messages": "Messages that semmoe's collectives sent to other ranks, by kind",
-    "all_to_all_seconds": "Seconds in dispatch and combine on a CPU, waits for slower ranks included",
-    "all_to_all_bytes": "Bytes of dispatch and combine, inside the node or between",
-    "node_bytes": "Bytes of dispatch and combine by pair of nodes",
-    "passes": "Forward passes by their slices, shuffled or contiguous",
-    "plan_number": "Number of the plan that a rank serves on",
-    "request_plan_number": "Number of the plan that assigns requests",
-    "swaps": "Swaps to another plan, by outcome: done or refused",
-    "swapped_slots": "Slots of experts that got another expert by swaps",
-    "swapped_bytes": "Bytes of experts' weights that came from other ranks by swaps",
-    "scheduled_requests": "Requests by data-parallel rank and by who chose it: plan, engine, or named (by the request)",
-    "unknown_tokens": "Prompt token ids outside the plan's tables",
-    "schedule_failures": "Requests that semmoe failed to schedule",
-    "publications": "Times that a process has published its counters; it stops rising if they are stale",
-}
+DESCRIPTIONS: dict[str, str] = json.loads(Path(__file__).with_name("counters.json").read_text(encoding="utf-8"))
 log = logging.getLogger(__name__)
 Labels = tuple[tuple[str, str], ...]
 Reading = tuple[str, dict[str, str], float]  # name, labels, total so far

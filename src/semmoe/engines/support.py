@@ -105,6 +105,7 @@ class QuantisationRow(Row):
 
 
 class Support(Row):
+    decided: dict[str, str]  # by engine, its options that a plan decides
     families: dict[str, FamilyRow]  # by the model_type of config.json
     features: list[FeatureRow]
     quantisation: list[QuantisationRow]
@@ -124,6 +125,7 @@ _SUPPORT = load_json(Path(__file__).with_name("support.json"), Support)
 NAMES = {kind: row.name for kind, row in _SUPPORT.families.items()}
 FAMILIES = {engine: {kind: row.cells(engine) for kind, row in _SUPPORT.families.items()} for engine in ENGINES}
 FEATURES = _SUPPORT.features
+DECIDED = {engine: set(words.split()) for engine, words in _SUPPORT.decided.items()}
 QUANTISATION = {
     method: {engine: getattr(row, engine).cell(engine) for engine in ENGINES}
     for row in _SUPPORT.quantisation

@@ -16,7 +16,7 @@ from semmoe.numeric.assignment import one_hot
 from semmoe.numeric.jit import njit
 from semmoe.placement.greedy import place_layer
 from semmoe.settings import PaperSettings
-from semmoe.topology import Topology
+from semmoe.topology import Topology, check_divides, nearest
 from semmoe.traces.affinity import count, request_counts
 
 KMEANS_ROWS = 2048  # number of largest items from which the initial centroids are computed
@@ -35,8 +35,7 @@ def cluster(trace: RoutingTrace, topology: Topology, settings: PaperSettings, se
     """Assign experts (L, E) to ranks, requests to groups if there are several, token types to ranks of each group."""
     f = trace.fingerprint
     D, S = topology.dp_size, topology.attn_tp_size
-    if f.num_experts % topology.ep_size != 0:
-        raise ValueError(f"ep_size {topology.ep_size} does not divide {f.num_experts} experts")
+    check_divides("ep_size", topology.ep_size, f.num_experts, f"{f.num_experts} experts")
     rng = np.random.default_rng(seed)
     gate_groups = np.arange(f.num_experts) // (f.num_experts // f.num_groups)
     blocks = np.zeros((f.num_layers, f.num_experts), np.int64)
@@ -87,7 +86,8 @@ def _cluster_gated(activations, quota, num_clusters, gate_groups, settings, rng)
         return cocluster(activations, quota, num_clusters, settings, rng)
     N, L, E = activations.shape
     if groups % num_clusters != 0 and num_clusters % groups != 0:
-        raise ValueError(f"{groups} gate groups and {num_clusters} ranks: one must divide the other")
+        fit = nearest(num_clusters, [n for n in range(1, num_clusters + groups) if groups % n == 0 or n % groups == 0])
+        raise ValueError(f"{groups} gate groups and {num_clusters} ranks: one must divide the other (nearest: {fit})")
     outer = min(groups, num_clusters)
     whole = activations.reshape(N, L, groups, E // groups).sum(axis=3)
     group_labels, labels = cocluster(whole, quota, outer, settings, rng)

@@ -19,10 +19,11 @@ EASY = CoclusterSettings(starts=1, steps=10)
 TOPOLOGIES = {"tp": Topology(ep_size=2), "dp": Topology(ep_size=2, dp_size=2)}
 # Families and the attention that SGLang computes them with.
 SERVED = [("qwen3_moe", "tp"), ("qwen3_moe", "dp"), ("mixtral", "tp"), ("deepseek_v2", "tp"), ("deepseek_v2", "dp"),
-          ("deepseek_v3", "tp"), ("deepseek_v3", "dp"), ("glm4_moe", "tp"), ("glm4_moe", "dp")]  # fmt: skip
+          ("deepseek_v3", "tp"), ("deepseek_v3", "dp"), ("glm4_moe", "tp"), ("glm4_moe", "dp"),
+          ("kimi_k2", "tp"), ("kimi_k2", "dp")]  # fmt: skip
 # DeepSeek's answers on a CPU depend on the batch and on what of a prompt is cached, without a plan too: where a plan
 # changes which requests a rank runs, each runs alone and nothing is cached.
-ALONE = {("deepseek_v2", "dp"), ("deepseek_v3", "dp")}
+ALONE = {("deepseek_v2", "dp"), ("deepseek_v3", "dp"), ("kimi_k2", "dp")}
 SUBSET = [("mixtral", "tp")]
 
 

@@ -1,33 +1,12 @@
-"""Support for models whose experts SGLang 0.5.23 does not place: supply what their classes lack, or refuse the plan.
-
-This module can be imported without SGLang, so that a plan is refused before anything loads.
-"""
+"""Support for models whose experts SGLang 0.5.23 does not place: supply what their classes lack."""
 
 from typing import Any
-
-from semmoe.core import Plan
 
 EXPERTS = {
     "MixtralForCausalLM": "num_local_experts",
     "OlmoeForCausalLM": "num_experts",
     "Glm4MoeForCausalLM": "n_routed_experts",
 }  # where config.json counts them
-
-
-def check_family(architecture: str, plan: Plan) -> None:
-    """Raise ValueError if SGLang's model class cannot serve the plan."""
-    if architecture == "GptOssForCausalLM":
-        raise ValueError(
-            "SGLang's gpt-oss has no expert all-to-all, and its loader places no "
-            "experts: serve the plan on vLLM, or give SGLang what `semmoe apply` writes"
-        )
-    if architecture == "OlmoeForCausalLM" and plan.topology.ep_size != 1:
-        raise ValueError(
-            "SGLang's OlmoeForCausalLM runs on one "
-            "rank alone, since it normalises queries over all heads: serve the plan on vLLM"
-        )
-    if architecture == "MixtralForCausalLM" and plan.topology.dp_size != 1:
-        raise ValueError("SGLang's MixtralForCausalLM splits attention over all ranks: solve a plan for attention tp")
 
 
 def expert_sizes(original: Any, model_config: Any) -> Any:

@@ -6,12 +6,11 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
-from semmoe.checkpoint.directory import read_config
 from semmoe.checkpoint.engine_maps import write_sglang
 from semmoe.core import Plan
+from semmoe.engines import support
 from semmoe.engines.launch import Asked, join
 from semmoe.engines.settings import PluginSettings
-from semmoe.engines.sglang.families import check_family
 from semmoe.topology import Topology
 
 # On a CPU SGLang runs torch's operators; "deepep" then names the layout of rows, and semmoe's gloo dispatcher is used.
@@ -25,20 +24,7 @@ CPU_ARGUMENTS = {
 }
 A2A = "deepep"
 GRAPHS = "--cuda-graph-backend-prefill"
-DECIDED = {
-    "--tp-size",
-    "--tp",
-    "--tensor-parallel-size",
-    "--ep-size",
-    "--ep",
-    "--expert-parallel-size",
-    "--dp-size",
-    "--dp",
-    "--data-parallel-size",
-    "--enable-dp-attention",
-    "--init-expert-location",
-    "--ep-num-redundant-experts",
-}
+DECIDED = support.DECIDED["sglang"]
 PLACED = {"--enable-eplb", "--ep-dispatch-algorithm"}  # options that a plan also decides
 
 
@@ -85,19 +71,6 @@ def write_location(plan: Plan, model: Path, folder: Path) -> Path:
     return path
 
 
-def check_options(plan: Plan, model: Path, options: list[str]) -> None:
-    """Raise ValueError if SGLang's options or its model class would keep the plan from taking effect."""
-    all_to_all = plan.topology.ep_size > 1 and "--moe-a2a-backend none" not in " ".join(options).replace("=", " ")
-    # Without an all-to-all SGLang chooses among copies itself, by a token's position in the batch.
-    if not all_to_all and plan.placement.redundant_experts != 0:
-        raise ValueError(
-            "a plan with copies needs an all-to-all: omit "
-            "--moe-a2a-backend none, or solve a plan without --redundant-experts"
-        )
-    for architecture in read_config(model).get("architectures") or []:
-        check_family(architecture, plan)
-
-
 def vanilla(asked: Asked) -> tuple[dict[str, str], list[str]]:
     """Variables to add to the environment, and the words after `python`, for a server without a plan."""
     return _server(asked, arguments(asked.topology, None, 0, on_cpu()), DECIDED)
@@ -106,7 +79,6 @@ def vanilla(asked: Asked) -> tuple[dict[str, str], list[str]]:
 def planned(asked: Asked, plan: Plan) -> tuple[dict[str, str], list[str]]:
     """The same for a server on a plan. Raises ValueError if the user's options would keep it from taking effect."""
     assert asked.settings.folder is not None
-    check_options(plan, Path(asked.model), asked.options)
     location = write_location(plan, Path(asked.model), asked.settings.folder)
     values = arguments(asked.topology, location, plan.placement.redundant_experts, on_cpu())
     decided = DECIDED | PLACED

@@ -3,11 +3,15 @@
 import torch
 from torch import nn
 
+from semmoe.topology import check_divides, nearest
+
 
 def shard_attention(attention: nn.Module, rank: int, size: int) -> None:
     """Cut an attention module to the heads of `rank` of `size`; the outputs of all ranks sum to the full output."""
     if size == 1:
         return
+    if not hasattr(attention, "o_proj"):
+        raise ValueError(f"{type(attention).__name__} has no heads to split: attention-TP is not possible")
     if hasattr(attention, "kv_b_proj"):
         _shard_latent(attention, rank, size)
     else:
@@ -26,7 +30,10 @@ def _shard_grouped(attention: nn.Module, rank: int, size: int) -> None:
         raise ValueError(f"{name} normalises over all heads: attention-TP is not possible")
     own = _share(heads, rank, size)
     if kv_heads % size != 0 and size % kv_heads != 0:
-        raise ValueError(f"{kv_heads} key heads do not divide over {size} ranks")
+        sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise ValueError(
+            f"{kv_heads} key heads and {size} ranks: one must divide the other (nearest: {nearest(size, sizes)})"
+        )
     kv_own = _share(kv_heads, rank, size) if kv_heads >= size else torch.tensor([rank * kv_heads // size])
     _keep_rows(attention.q_proj, own, dim)
     _keep_rows(attention.k_proj, kv_own, dim)
@@ -49,8 +56,7 @@ def _shard_latent(attention: nn.Module, rank: int, size: int) -> None:
 
 def _share(heads: int, rank: int, size: int) -> torch.Tensor:
     """The heads of a rank."""
-    if heads % size != 0:
-        raise ValueError(f"{heads} attention heads do not divide over {size} ranks")
+    check_divides("attention-TP over", size, heads, f"{heads} attention heads")
     return torch.arange(heads).chunk(size)[rank]
 
 

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from semmoe.engines.transformers.config import takes_padding
+from semmoe.engines.transformers.model import text_config
 
 
 @dataclass
@@ -97,7 +98,7 @@ def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, model:
     """Yield batches of at most `size` requests in order; of equal lengths where padding would change the results."""
     eos = model.generation_config.eos_token_id
     ends = frozenset(eos if isinstance(eos, list) else [eos] if eos is not None else [])
-    runs = [prompts] if takes_padding(model.config) else [list(run) for _, run in groupby(prompts, len)]
+    runs = [prompts] if takes_padding(text_config(model)) else [list(run) for _, run in groupby(prompts, len)]
     for run in runs:
         for start in range(0, len(run), size):
             yield Batch(run[start : start + size], max_new_tokens, ends)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from semmoe.costs.links import Experts, Links, Tier
 from semmoe.costs.timing import LayerShape
 from semmoe.engines.transformers.config import expert_size, num_experts
-from semmoe.engines.transformers.model import load_model, moe_layers
+from semmoe.engines.transformers.model import load_model, moe_layers, text_config
 from semmoe.engines.transformers.parallel import LocalExperts
 from semmoe.placement import linear
 from semmoe.runtime.collectives import Communicator, launched_world, world
@@ -92,9 +92,9 @@ class _Rank:
     """One rank's part of the measurements, on random hidden states and one choice per token."""
 
     def __init__(self, comm: Communicator, model: PreTrainedModel) -> None:
-        self._comm, self._config = comm, model.config
+        self._comm, self._config = comm, text_config(model)
         self._like = {"dtype": model.dtype, "device": model.device}
-        placed = linear.place(1, num_experts(model.config), comm.size).physical_to_logical_map
+        placed = linear.place(1, num_experts(self._config), comm.size).physical_to_logical_map
         self._held = placed.reshape(comm.size, -1)[comm.rank]
         self._experts = LocalExperts(moe_layers(model)[0].experts, self._held)
         self.shared = comm.backend == "gloo"

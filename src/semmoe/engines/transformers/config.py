@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from semmoe.checkpoint.directory import EXPERT_FIELDS, config_file
+from semmoe.checkpoint.directory import EXPERT_FIELDS, TOP_K_FIELDS, config_file
 from semmoe.checkpoint.layout import decoder_layers
 from semmoe.engines.transformers.tokenizer import LOCAL_AND_INERT, digest, load_tokenizer, one_line, tokenizer_hash
 from semmoe.io.files import read_object
@@ -35,6 +35,10 @@ ARCHITECTURE_FIELDS = (
 )
 
 
+# Types that transformers knows under another name. It reads Kimi-K2 inside of Kimi-K2.5 so, too.
+SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
+
+
 def architecture_hash(config: PreTrainedConfig) -> str:
     return digest({field: getattr(config, field) for field in ARCHITECTURE_FIELDS if hasattr(config, field)})
 
@@ -46,12 +50,15 @@ def load_config(path: str) -> PreTrainedConfig:
     """
     stated = read_object(config_file(Path(path)))
     kind = stated.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        known = f"transformers {version('transformers')} does not know models of type {kind!r}"
+    kind = SAME_ARCHITECTURE.get(kind, kind) if isinstance(kind, str) else None
+    if kind not in CONFIG_MAPPING:
+        known = f"transformers {version('transformers')} does not know models of type {stated.get('model_type')!r}"
         raise ValueError(f"{path}: {known}, and semmoe runs no code that a model directory brings")
     if "/" in str(stated.get("attn_implementation")):  # transformers would load a kernel of that name from the hub
         raise ValueError(f"{path}: config.json names an attention kernel of the hub: remove attn_implementation")
     try:
+        if kind != stated["model_type"]:  # without auto_map, which names code of the directory
+            return CONFIG_MAPPING[kind].from_dict(stated | {"model_type": kind, "auto_map": {}})
         return AutoConfig.from_pretrained(path, **LOCAL_AND_INERT)
     except Exception as error:  # transformers raises almost any exception on values that it does not expect
         raise ValueError(f"{path}: transformers cannot read config.json: {one_line(error)}") from None
@@ -73,7 +80,7 @@ def fingerprint_of(path: str) -> Fingerprint:
             model=Path(path).resolve().name,
             vocab_size=_size(config, "vocab_size"),
             num_experts=num_experts(config),
-            top_k=_size(config, "num_experts_per_tok"),
+            top_k=top_k(config),
             num_groups=groups if limited else 1,
             hidden_size=_size(config, "hidden_size"),
             expert_size=expert_size(config),
@@ -98,11 +105,16 @@ def num_experts(config: PreTrainedConfig) -> int:
     return _size(config, *EXPERT_FIELDS)
 
 
+def top_k(config: PreTrainedConfig) -> int:
+    return _size(config, *TOP_K_FIELDS)
+
+
 def expert_size(config: PreTrainedConfig) -> int:
     """Width of an expert's feed-forward network; 0 if the configuration does not say."""
     return _size(config, "moe_intermediate_size", "intermediate_size", default=0)
 
 
 def takes_padding(config: PreTrainedConfig) -> bool:
-    """Whether padding on the left changes nothing: it shifts the windows of keys that attention compresses."""
-    return not any("compressed" in kind for kind in getattr(config, "layer_types", None) or ())
+    """Whether padding on the left changes nothing: it shifts windows of compressed keys, and an indexer's choice."""
+    compresses = any("compressed" in kind for kind in getattr(config, "layer_types", None) or ())
+    return not compresses and getattr(config, "index_topk", None) is None

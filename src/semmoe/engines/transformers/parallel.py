@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from semmoe.core import Plan
 from semmoe.costs.metrics import Traffic, no_traffic
 from semmoe.engines.transformers.attention import shard_attention
-from semmoe.engines.transformers.model import decoder_layers, moe_layers
-from semmoe.engines.transformers.planned import PlannedModel, check_layout
+from semmoe.engines.transformers.model import decoder_layers, moe_block, moe_layers
+from semmoe.engines.transformers.planned import PlannedModel, check_layout, mixer
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.dispatch import ReceivedTokens, combine, dispatch
@@ -79,11 +79,11 @@ class ParallelModel(PlannedModel):
         moe_index = {id(block): i for i, block in enumerate(blocks)}
         for layer in decoder_layers(self.model):
             check_layout(layer)
-            shard_attention(layer.self_attn, self.attention_comm.rank, self.attention_comm.size)
-            index = moe_index.get(id(layer.mlp))
+            shard_attention(mixer(layer), self.attention_comm.rank, self.attention_comm.size)
+            index = moe_index.get(id(moe_block(layer)))
             layer.forward = partial(run_layer, layer, index)
             if index is not None:
-                layer.mlp.experts.forward = partial(run_experts, index)
+                blocks[index].experts.forward = partial(run_experts, index)
 
     @property
     def traffic(self) -> list[Traffic]:
@@ -106,9 +106,9 @@ class ParallelModel(PlannedModel):
             return self.experts[index](rows.hidden, rows.expert_ids, rows.weights)
 
     def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
-        attended = self._attend(layer, hidden_states, **kwargs)
+        attended, passed_on = self._attend(layer, hidden_states, **kwargs)
         stream = self._real(hidden_states) + self.attention_comm.all_reduce(self._real(attended))
-        return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
+        return self._returned(hidden_states, self._feed_forward(layer, index, stream), passed_on)
 
     def _expert_all_reduce(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         physical = self.copies[index].to_physical(expert_ids)

@@ -19,10 +19,15 @@ from semmoe.core import Plan
 from semmoe.costs.metrics import Traffic
 from semmoe.engines.layer import TokenRows
 from semmoe.engines.step import Step
+from semmoe.engines.transformers.model import text_config
 from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.copies import RankCopies, rank_copies
 from semmoe.runtime.shuffler import Shuffler
 from semmoe.runtime.traffic import TrafficCounter
+
+# Parts of a decoder layer, each under one of its names.
+MIXERS, FEED_FORWARD = ("self_attn", "linear_attn"), ("mlp", "feed_forward", "block_sparse_moe")
+NORMS = (("input_layernorm",), ("post_attention_layernorm",))
 
 
 @dataclass(frozen=True)
@@ -99,19 +104,27 @@ class PlannedModel(ABC):
 
     def _layer_all_to_all(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
         """One decoder layer on a full residual stream (B, S, H), equal on all ranks of the attention group."""
-        attended = self._attend(layer, hidden_states, **kwargs)
+        attended, passed_on = self._attend(layer, hidden_states, **kwargs)
         partial, residual = self._real(attended), self._real(hidden_states)
         if self.attention_comm.size == 1:
-            return self._put_back(hidden_states, self._feed_forward(layer, index, residual + partial))
-        attended, residual = self.rows.scatter(partial, residual, index)
-        own = slice(int(self.rows.num_real))  # the other rows are padding
-        stream = self._feed_forward(layer, index, residual[own] + attended[own])
-        return self._put_back(hidden_states, self.rows.restore(stream))
+            stream = self._feed_forward(layer, index, residual + partial)
+        else:
+            attended, residual = self.rows.scatter(partial, residual, index)
+            own = slice(int(self.rows.num_real))  # the other rows are padding
+            stream = self.rows.restore(self._feed_forward(layer, index, residual[own] + attended[own]))
+        return self._returned(hidden_states, stream, passed_on)
 
-    def _attend(self, layer: nn.Module, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """(B, S, H): the partial attention output of this rank's heads."""
+    def _attend(self, layer: nn.Module, hidden_states: torch.Tensor, **kwargs) -> tuple[torch.Tensor, tuple]:
+        """(B, S, H): the partial attention output of this rank's heads; what the layer returns besides its output."""
         with timed(self.compute_seconds, "attention"):
-            return layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+            out = mixer(layer)(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        attended, *others = out if isinstance(out, tuple) else (out,)
+        return attended * getattr(layer, "residual_multiplier", 1), tuple(others[1:])  # others: attention weights, ...
+
+    def _returned(self, states: torch.Tensor, stream: torch.Tensor, passed_on: tuple) -> Any:
+        """Return the result of a decoder layer: GLM-5's also passes on the keys that its indexer chose."""
+        states = self._put_back(states, stream)
+        return (states, *passed_on) if passed_on else states
 
     def _feed_forward(self, layer: nn.Module, index: int | None, stream: torch.Tensor) -> torch.Tensor:
         """Post-attention norm, MoE or dense block, residual, on this rank's rows (n, H), n may be 0."""
@@ -119,13 +132,14 @@ class PlannedModel(ABC):
             if index is not None:
                 self.serve_others(index)
             return stream
-        out = layer.mlp(layer.post_attention_layernorm(stream)[None])
+        block = next(child for name, child in layer.named_children() if name in FEED_FORWARD)
+        out = block(layer.post_attention_layernorm(stream)[None])
         out = out[0] if isinstance(out, tuple) else out  # GPT-OSS returns its scores too
-        return stream + out.reshape(stream.shape)
+        return stream + out.reshape(stream.shape) * getattr(layer, "residual_multiplier", 1)
 
     def _no_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Empty hidden states, expert ids and weights, for a rank without tokens."""
-        hidden = torch.zeros(0, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
+        hidden = torch.zeros(0, text_config(self.model).hidden_size, dtype=self.model.dtype, device=self.model.device)
         ids = torch.zeros(0, self.plan.fingerprint.top_k, dtype=torch.int64, device=hidden.device)
         return hidden, ids, ids.to(hidden.dtype)
 
@@ -152,9 +166,17 @@ class PlannedModel(ABC):
         return Costs(self.traffic, sent, sent_to, waited, self.compute_seconds)
 
 
+def mixer(layer: nn.Module) -> nn.Module:
+    """A decoder layer's attention, or the linear attention in its place."""
+    return next(child for name, child in layer.named_children() if name in MIXERS)
+
+
 def check_layout(layer: nn.Module) -> None:
-    """Raise ValueError for a decoder layer that lacks the expected parts."""
-    needed = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-    missing = [name for name in needed if not hasattr(layer, name)]
-    if missing:
-        raise ValueError(f"decoder layer {type(layer).__name__} has no {', '.join(missing)}: not supported")
+    """Raise ValueError unless a decoder layer has the known parts and no other, which would be left out."""
+    names = {name for name, _ in layer.named_children()}
+    for one_of in (MIXERS, FEED_FORWARD, *NORMS):
+        if len(names & set(one_of)) != 1:
+            raise ValueError(f"decoder layer {type(layer).__name__} has no {' or '.join(one_of)}: not supported")
+    unknown = sorted(names - {name for part in (MIXERS, FEED_FORWARD, *NORMS) for name in part})
+    if unknown:
+        raise ValueError(f"decoder layer {type(layer).__name__} has {', '.join(unknown)} too: not supported")

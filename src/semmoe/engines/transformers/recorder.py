@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from semmoe.core import RoutingTrace
 from semmoe.engines.transformers.batch import Batch, cut, step
 from semmoe.engines.transformers.config import fingerprint_of
-from semmoe.engines.transformers.model import moe_layers
+from semmoe.engines.transformers.model import moe_layers, text_config
 from semmoe.runtime import kernels
 from semmoe.traces.dataset import check_token_ids, digest
 from semmoe.traces.trace import TraceHeader, TraceWriter, open_trace
@@ -62,7 +62,7 @@ def record_prompts(
 
     The last generated token is never fed back and so has no routing, as in any engine.
     """
-    check_token_ids(prompts, model.config.vocab_size)
+    check_token_ids(prompts, text_config(model).vocab_size)
     remaining = prompts[writer.num_requests :]
     with RoutingRecorder(model) as recorder:
         for batch in cut(remaining, batch_size, max_new_tokens, model):

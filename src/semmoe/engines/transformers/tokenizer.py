@@ -9,7 +9,7 @@ from typing import Any
 from semmoe.checkpoint.directory import config_file
 from semmoe.io.files import read_object
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, TIKTOKEN = "tokenizer_config.json", "tiktoken.model"
 # Arguments of every `from_pretrained`: nothing is downloaded, and no code of the directory is run.
 LOCAL_AND_INERT = {"local_files_only": True, "trust_remote_code": False}
 
@@ -24,10 +24,13 @@ def load_tokenizer(path: str) -> Any:
     config_file(Path(path))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     kind = _own_class(Path(path))
-    if kind is not None and not hasattr(transformers, kind):
+    unknown, loader = kind is not None and not hasattr(transformers, kind), transformers.AutoTokenizer
+    if unknown and (Path(path) / TIKTOKEN).is_file():
+        loader = transformers.TokenizersBackend  # it has Kimi's vocabulary, but splits text by tiktoken's usual pattern
+    elif unknown:
         raise ValueError(f"{path}: its tokenizer brings the class {kind} along, and semmoe runs no code of a model")
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, **LOCAL_AND_INERT)
+        return loader.from_pretrained(path, **LOCAL_AND_INERT)
     except Exception as error:  # a directory from elsewhere can make transformers raise almost anything
         raise ValueError(f"{path}: transformers cannot read the tokenizer: {one_line(error)}") from None
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from semmoe.engines.transformers.config import num_experts
-from semmoe.engines.transformers.model import moe_layers
+from semmoe.engines.transformers.config import num_experts, top_k
+from semmoe.engines.transformers.model import moe_layers, text_config
 from semmoe.settings import GenerateSettings
 
 
@@ -75,7 +75,7 @@ def _smallest_margin(model, prompt, reference: list[int], output: list[int]) -> 
     """
     common = next((i for i, (a, b) in enumerate(zip(reference, output, strict=False)) if a != b), 0)
     logits_of: list[torch.Tensor] = []
-    experts = num_experts(model.config)
+    experts = num_experts(text_config(model))
 
     def keep(module, args, out):
         logits_of.append((out[0] if isinstance(out, tuple) else out).reshape(-1, experts)[-1:])
@@ -87,8 +87,8 @@ def _smallest_margin(model, prompt, reference: list[int], output: list[int]) -> 
         for router in scored:
             hooks.enter_context(router.register_forward_hook(keep))
         logits = model(input_ids=ids, use_cache=False).logits[0, -1]
-    top_k = model.config.num_experts_per_tok
-    gaps = [_gap(scores.float().softmax(-1), top_k) for scores in logits_of]
+    chosen = top_k(text_config(model))
+    gaps = [_gap(scores.float().softmax(-1), chosen) for scores in logits_of]
     return min(_gap(logits.float()[None], 1), *gaps)
 
 

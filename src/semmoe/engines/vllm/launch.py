@@ -6,22 +6,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from semmoe.core import Plan
+from semmoe.engines import support
 from semmoe.engines.launch import Asked, join
 from semmoe.engines.settings import PluginSettings
 from semmoe.io import console
 from semmoe.topology import Topology
 
-DECIDED = {
-    "--tensor-parallel-size",
-    "-tp",
-    "--data-parallel-size",
-    "-dp",
-    "--enable-expert-parallel",
-    "--enable-eplb",
-    "--pipeline-parallel-size",
-    "-pp",
-    "--no-enable-expert-parallel",
-}
+DECIDED = support.DECIDED["vllm"]
 # All-to-alls that send every row to every rank, whatever its experts; vLLM replaces the last two by the first.
 GATHERS = {"allgather_reducescatter", "naive", "pplx"}
 SENDS = "deepep_high_throughput"  # for both prompts and decoding; the low-latency backend takes few tokens at a time
@@ -33,19 +24,6 @@ OWN_GRAPHS = {"--enforce-eager", "--compilation-config", "-cc", "-O", "--cudagra
 RETURNS = "--enable-return-routed-experts"
 NOT_RETURNED = f"vLLM would return other tokens' experts where plans split tokens: omit {RETURNS}, or use attention dp"
 DRAFTS = {"--speculative-config", "-sc", "--spec-method", "--spec-model"}
-# Options of front ends that see only a share of the requests.
-OTHER_BALANCERS = {
-    "--data-parallel-external-lb",
-    "-dpe",
-    "--data-parallel-hybrid-lb",
-    "-dph",
-    "--data-parallel-rank",
-    "-dpn",
-    "-dpm",
-    "--data-parallel-multi-port-external-lb",
-    "--data-parallel-start-rank",
-    "-dpr",
-}
 PLUGIN = "semmoe"
 # Kinds of plug-ins that vLLM loads without being asked. Those that add endpoints must be named.
 GROUPS = [f"vllm.{kind}_plugins" for kind in ("general", "platform", "io_processor", "stat_logger")]
@@ -96,7 +74,6 @@ def planned(asked: Asked, plan: Plan) -> tuple[dict[str, str], list[str]]:
     shuffles = asked.settings.shuffles(plan)
     if shuffles and RETURNS in _names(options):
         raise ValueError(NOT_RETURNED)
-    check_balancer(plan, asked.settings, options)
     captured = not cpu and shuffles and captures(options)
     values = arguments(asked.topology, cpu or (shuffles and not captured))
     if captured and not OWN_GRAPHS & _names(options):
@@ -123,17 +100,6 @@ def captures(options: list[str]) -> bool:
     Not with the all-to-all that is the default here, which waits for the host, nor with drafts.
     """
     return not DRAFTS & _names(options) and _backend(options) not in ("", SENDS, *GATHERS)
-
-
-def check_balancer(plan: Plan, given: PluginSettings, options: list[str]) -> None:
-    """Raise ValueError if requests would bypass the plan's schedule."""
-    other = sorted(OTHER_BALANCERS & _names(options) if "--headless" not in options else ())
-    if other and given.schedules(plan):
-        raise ValueError(
-            f"{other[0]}: another load balancer than "
-            "vLLM's own chooses ranks, and the plan schedules no request: omit it, or give --schedule engine and "
-            "put `semmoe picker` with Envoy in front"
-        )
 
 
 def all_to_all(options: list[str]) -> dict[str, str]:
