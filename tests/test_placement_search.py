@@ -164,4 +164,5 @@ def test_costs_are_uniform_where_every_rank_charges_the_same():
     links = np.where(node_of[:, None] == node_of, 1.0, 5.0)
     assert uniform_weights((kind_costs("per-rank", topology, links),), node_of) is None
     single = Topology(ep_size=4)
-    assert uniform_weights((kind_costs("per-pair", single, np.ones((4, 4)), activation=1.0),), single.node_of) == (2.0, 0.0, 0.0)
+    per_pair = kind_costs("per-pair", single, np.ones((4, 4)), activation=1.0)
+    assert uniform_weights((per_pair,), single.node_of) == (2.0, 0.0, 0.0)
