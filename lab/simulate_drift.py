@@ -55,6 +55,7 @@ class Simulated:
     rate: float
     plan: Plan
     at: dict[int, Plan]  # plans that are swapped in when so many have ended
+    folder: Path  # in place of a control folder
     now: float = 0.0
     local: list[float] = field(default_factory=list)  # of each that has ended, its local pairs per layer and choice
 
@@ -128,7 +129,7 @@ def adapt_settings(a: argparse.Namespace) -> AdaptSettings:
     return AdaptSettings(**{"schedule": a.schedule} | given)
 
 
-def adapted(server: Simulated, folder: Path, a: argparse.Namespace, report: Callable) -> None:
+def adapted(server: Simulated, a: argparse.Namespace, report: Callable) -> None:
     """Run the loop until the last request has ended."""
 
     def solve(*job) -> Found:
@@ -137,9 +138,8 @@ def adapted(server: Simulated, folder: Path, a: argparse.Namespace, report: Call
         return found
 
     served: Any = server  # it has what the loop uses of a `Served`
-    adapter = Adapter(
-        served, server.plan, adapt_settings(a), folder, solve, report, clock=server.clock, sleep=server.sleep
-    )
+    settings = adapt_settings(a)
+    adapter = Adapter(served, server.plan, settings, solve, report, clock=server.clock, sleep=server.sleep)
     while len(server.local) < a.requests:
         adapter.turn()
 
@@ -158,9 +158,9 @@ def main() -> int:
         for name in ("frozen", "known", "adapt"):
             turns = drift.changes(a.shape, a.requests, a.blocks)
             at = {i: load_plan(plans[plan]) for i, plan in turns} if name == "known" else {}
-            server = Simulated(trace, a.rate, load_plan(first), at)
+            server = Simulated(trace, a.rate, load_plan(first), at, folder)
             if name == "adapt":
-                adapted(server, folder, a, told.append)
+                adapted(server, a, told.append)
             else:
                 server.sleep(a.requests / a.rate + 1)
             rates[name] = np.array(server.local), np.diff(trace.request_offsets)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_543, 350, 50
+TOTAL, FILE, FUNCTION = 24_530, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
@@ -34,10 +34,10 @@ ROOMS = {
     "runtime": 2107,
     "checkpoint": 1159,
     "engines": 6382,
-    "live": 2062,
+    "live": 2048,
     "gateway": 349,
     "report": 664,
-    "cli": 2515,
+    "cli": 2516,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -1,6 +1,7 @@
 """The decisions of `semmoe adapt`, and its loop around a server that is a table of numbers."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -168,6 +169,7 @@ class Numbers:
     """A server by the numbers that it would show: what each plan's local activation rate is, and what was asked."""
 
     rates: dict[str, float]
+    folder: Path
     serves: str = "old"
     now: float = 0.0
     local: float = 0.0
@@ -213,9 +215,9 @@ def adapter(tmp_path):
         save_plan(new, tmp_path / "found")
         return replace(found_of(0.50, 0.58), path=tmp_path / "found")
 
-    server = Numbers(rates={"old": 0.50, "new": 0.58})
+    server = Numbers(rates={"old": 0.50, "new": 0.58}, folder=tmp_path)
     told = []
-    found = Adapter(server, old, S, tmp_path, solve, told.append, clock=lambda: server.now, sleep=server.sleep)
+    found = Adapter(server, old, S, solve, told.append, clock=lambda: server.now, sleep=server.sleep)
     return found, server, told
 
 
@@ -231,7 +233,7 @@ def test_the_loop_records_solves_swaps_and_stays(adapter):
     assert told[1].why.startswith("the last solve was")
     assert server.asked == ["record 500", "swap to new"]
     assert (found.plan.method, round(found.expected, 6)) == ("new", 0.58)
-    assert list(found.folder.glob("adapt-*")) == [], "what was recorded is removed"
+    assert list(server.folder.glob("adapt-*")) == [], "what was recorded is removed"
 
 
 def test_what_to_expect_of_a_plan_that_does_not_say_it_is_learnt_from_the_first_window(adapter):

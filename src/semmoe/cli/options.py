@@ -5,17 +5,21 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from semmoe.cli.demo import MODEL
 from semmoe.core import Plan
 from semmoe.costs.links import PhaseLinks, load_links
+from semmoe.engines.private import check_folder
 from semmoe.io.bounds import MOST_RANKS, choice, number
 from semmoe.io.files import read_limited
 from semmoe.live.http import Client, make_client, split_address
 from semmoe.topology import Topology
+
+if TYPE_CHECKING:
+    from semmoe.live.client import Served
 
 TOPOLOGY = "Topology"
 OFFLINE_RANKS = 8
@@ -146,10 +150,14 @@ class ServerOptions(ClientOptions):
         Path | None, inputs("The server's control folder, if it is not the one that belongs to its port.")
     ] = None
 
-    def find(self) -> tuple[str, Path, Client]:
-        """Address of the server without a path, its control folder, and its client. Raises ValueError."""
+    def served(self) -> "Served":
+        """The server, by its address without a path. Raises ValueError, also for a folder of another user."""
+        from semmoe.live.client import Served
+
         client, parts = self.client(), split_address(self.url)
-        return f"{parts.scheme}://{parts.netloc}", self.control or default_folder(parts.port or 80), client
+        folder = self.control or default_folder(parts.port or 80)
+        check_folder(folder)
+        return Served(f"{parts.scheme}://{parts.netloc}", folder, client)
 
 
 def plan_for(model: str, path: Path) -> Plan:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from semmoe.cli import options
 from semmoe.cli.app import SERVING, command
-from semmoe.engines.private import check_folder
 from semmoe.io import console
 from semmoe.settings import AdaptSettings, SwapSettings
 
@@ -37,20 +36,17 @@ def swap(
     Examples: `semmoe swap http://127.0.0.1:30000 --plan new` and
     `semmoe swap http://127.0.0.1:30000 --plan new --layers-per-pass 4 --json`
     """
-    from semmoe.live.client import Served
     from semmoe.live.status import plan_name, plan_number, stage
     from semmoe.plan import load_plan
 
-    url, folder, client = server.find()
-    loaded = load_plan(plan)
-    check_folder(folder)
+    served, loaded = server.served(), load_plan(plan)
     if stage_only:
-        name = plan_name(stage(loaded, folder))
-        console.say(f"plan {name} is staged in {folder}")
+        name = plan_name(stage(loaded, served.folder))
+        console.say(f"plan {name} is staged in {served.folder}")
     else:
         with console.err.status("swapping"):
-            status = Served(url, folder, client).swap(loaded, settings)
-        _tell(plan_number(loaded), status, folder, as_json)
+            status = served.swap(loaded, settings)
+        _tell(plan_number(loaded), status, served.folder, as_json)
 
 
 def _tell(number: int, status: Any, folder: Path, as_json: bool) -> None:
@@ -92,15 +88,12 @@ def adapt(
     Examples: `semmoe adapt http://127.0.0.1:30000` and `semmoe adapt http://127.0.0.1:30000 --dry-run --json`
     """
     from semmoe.live.adapt import Adapter
-    from semmoe.live.client import Served
     from semmoe.live.solving import solve_aside
     from semmoe.live.status import serving
 
-    url, folder, client = server.find()
-    check_folder(folder)
-    plan = serving(folder)
-    report = _reporter(folder / LOG, decisions(metrics_port), as_json)
-    loop = Adapter(Served(url, folder, client), plan, settings, folder, solve_aside, report, dry_run)
+    served = server.served()
+    report = _reporter(served.folder / LOG, decisions(metrics_port), as_json)
+    loop = Adapter(served, serving(served.folder), settings, solve_aside, report, dry_run)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else a recording that is on would stay on
     while True:
         loop.turn()

@@ -78,7 +78,6 @@ class Adapter:
     server: Served
     plan: Plan
     settings: AdaptSettings
-    folder: Path  # the control folder
     solve: Callable[[Path, Path, Path, float], Found]
     report: Callable[[Decision], None]
     dry_run: bool = False
@@ -103,7 +102,7 @@ class Adapter:
         if decision.action != "record":
             return decision
         try:
-            with tempfile.TemporaryDirectory(prefix="adapt-", dir=self.folder) as scratch:
+            with tempfile.TemporaryDirectory(prefix="adapt-", dir=self.server.folder) as scratch:
                 return self._adapt(seen, Path(scratch))
         except (ValueError, RuntimeError, OSError) as error:
             self._solved = self.clock()

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -50,8 +50,12 @@ class Served:
 
         Raises ValueError if the server cannot record, records already, or has ended no request.
         """
+        end = time.monotonic() + timeout
         with self.recording(target, RecordSettings()) as run:
-            self._wait_for(run, requests, time.monotonic() + timeout)
+            while time.monotonic() < end:
+                if sum(status.requests for status in recorder_control.of_run(self.folder, run)) >= requests:
+                    break
+                time.sleep(COUNT_POLL)
 
     @contextmanager
     def recording(self, target: Path, settings: RecordSettings) -> Iterator[str]:
@@ -67,11 +71,11 @@ class Served:
 
     def complete(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, at_once: int) -> Iterator[None]:
         """Have the server complete prompts of token ids greedily; yields after each. Raises ServerError."""
-        model = self._answer("/v1/models")["data"][0]["id"]
+        model = self._ask("/v1/models", ANSWER)["data"][0]["id"]
         body = {"model": model, "max_tokens": max_new_tokens, "temperature": 0}
         with ThreadPoolExecutor(at_once) as pool:
             asked = [
-                pool.submit(self._call, "/v1/completions", {**body, "prompt": list(ids)}, COMPLETION_SECONDS)
+                pool.submit(self._ask, "/v1/completions", COMPLETION_SECONDS, {**body, "prompt": list(ids)})
                 for ids in prompts
             ]
             try:
@@ -81,12 +85,6 @@ class Served:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _wait_for(self, run: str, requests: int, end: float) -> None:
-        while time.monotonic() < end:
-            if sum(status.requests for status in recorder_control.of_run(self.folder, run)) >= requests:
-                return
-            time.sleep(COUNT_POLL)
-
     def swap(self, plan: Plan, settings: SwapSettings) -> SwapStatus:
         """Stage a plan, swap the server to it and return rank 0's last status. Raises ValueError or ServerError."""
         look = self.look()
@@ -94,7 +92,7 @@ class Served:
         number = stage(plan, self.folder)
         if engine.startswith("vllm"):
             order = {"number": number, "layers_per_pass": settings.layers_per_pass}
-            return SwapStatus.model_validate(self._call(VLLM_PATH, order, settings.timeout))
+            return SwapStatus.model_validate(self._ask(VLLM_PATH, settings.timeout, order))
         if engine.startswith("sglang"):
             return self.swap_sglang(number, settings, plan.requests.by_tables)
         raise ValueError(f"{self.url} is served by {engine or 'an unknown engine'}, whose plan cannot be swapped")
@@ -117,7 +115,7 @@ class Served:
         sent meanwhile: an idle server takes about a second to answer each.
         """
         end, passes = time.monotonic() + timeout, ThreadPoolExecutor(1)
-        asked: Future[None] | None = None
+        asked = passes.submit(self._run_a_pass)
         try:
             while time.monotonic() < end:
                 ranks = read_statuses(self.folder)
@@ -125,9 +123,8 @@ class Served:
                 failed = [rank for rank in ended if rank.state == "failed"]
                 if failed or len(ended) == len(ranks):
                     return (failed or ended)[0]
-                if asked is None or asked.done():
-                    if asked is not None:
-                        asked.result()
+                if asked.done():
+                    asked.result()
                     asked = passes.submit(self._run_a_pass)
                 time.sleep(POLL)
         finally:
@@ -147,17 +144,14 @@ class Served:
             return
 
     def _order(self, values: dict[str, int]) -> None:
-        answers = self._call("/set_internal_state", {"server_args": values}, ANSWER)
+        answers = self._ask("/set_internal_state", ANSWER, {"server_args": values})
         if not (isinstance(answers, list) and answers and all(answers)):
             name = plan_name(values.get(sglang.SWAP, values.get(sglang.REQUESTS, 1)))
             raise ServerError(f"the server refused to swap to plan {name} now: is another swap not over? See its log")
 
-    def _call(self, path: str, body: dict[str, Any], seconds: float) -> Any:
-        """The JSON that the server answers to a POST of `body`. Raises ServerError with its words."""
-        return self._answer(path, seconds, json.dumps(body).encode())
-
-    def _answer(self, path: str, seconds: float = ANSWER, data: bytes | None = None) -> Any:
-        url = self.url + path
+    def _ask(self, path: str, seconds: float, body: dict[str, Any] | None = None) -> Any:
+        """The JSON that the server answers to a GET, or to a POST of `body`. Raises ServerError with its words."""
+        url, data = self.url + path, None if body is None else json.dumps(body).encode()
         try:
             return json.loads(self.client.read(url, seconds, data) or b"null")
         except HTTPError as error:

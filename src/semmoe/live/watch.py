@@ -12,6 +12,7 @@ from prometheus_client.parser import text_fd_to_metric_families
 from semmoe.engines.counters import GAUGES, PREFIX
 from semmoe.live.http import PLAIN, Client, split_address
 
+METRICS_SECONDS = 10.0  # in which a server answers with its counters
 STALE_SECONDS = 5.0  # counters are published every second
 ENOUGH_PAIRS = 10_000  # (token, expert) pairs; a local activation rate of fewer pairs is too noisy
 Labels = frozenset[tuple[str, str]]
@@ -78,12 +79,12 @@ def look(urls: Sequence[str], time: float, client: Client = PLAIN) -> Look:
     return parse({url: fetch(url, client) for url in urls}, time)
 
 
-def fetch(url: str, client: Client = PLAIN, seconds: float = 10.0) -> str:
+def fetch(url: str, client: Client = PLAIN) -> str:
     """The text of a server's /metrics; bytes of others that are not UTF-8 are replaced. Raises ValueError."""
     parts = split_address(url)
     path = parts.path if parts.path.endswith("/metrics") else parts.path.rstrip("/") + "/metrics"
     try:
-        return client.read(f"{parts.scheme}://{parts.netloc}{path}", seconds).decode(errors="replace")
+        return client.read(f"{parts.scheme}://{parts.netloc}{path}", METRICS_SECONDS).decode(errors="replace")
     except (OSError, HTTPException) as error:
         raise ValueError(f"{url} gives no metrics: {client.reason(error)}") from None
 
@@ -165,16 +166,10 @@ def view(before: Look, after: Look) -> View:
 
 def _sent(grown: Totals, seconds: float) -> list[Sent]:
     """Traffic by pair of nodes, the heaviest first."""
-    of_bytes = _by(grown, "node_bytes", "node", "to_node")
-    pairs = [
-        Sent(
-            source=pair[0],
-            target=pair[1],
-            rows_per_second=count / seconds,
-            bytes_per_second=of_bytes[pair] / seconds if pair in of_bytes else None,
-        )
-        for pair, count in _by(grown, "node_rows", "node", "to_node").items()
-    ]
+    sizes, pairs = _by(grown, "node_bytes", "node", "to_node"), []
+    for (source, target), count in _by(grown, "node_rows", "node", "to_node").items():
+        size = sizes[source, target] / seconds if (source, target) in sizes else None
+        pairs.append(Sent(source=source, target=target, rows_per_second=count / seconds, bytes_per_second=size))
     return sorted(pairs, key=lambda pair: -pair.rows_per_second)
 
 
