@@ -24,6 +24,7 @@ import numpy as np
 
 from lab import drift
 from lab.node_traffic import local_pairs
+from lab.save import save_trace
 from semmoe.cli.demo import MODEL
 from semmoe.core import Plan, RoutingTrace
 from semmoe.engines.transformers.model import load_model
@@ -37,7 +38,6 @@ from semmoe.live.status import SwapStatus, plan_number
 from semmoe.plan import load_plan
 from semmoe.requests.scheduler import RequestScheduler
 from semmoe.settings import AdaptSettings, SwapSettings
-from semmoe.traces.trace import save_trace
 
 RUNNING, PARTS, ATTENTION = 8, 12, "dp"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_530, 350, 50
+TOTAL, FILE, FUNCTION = 24_507, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
@@ -22,9 +22,9 @@ ROOMS = {
     "settings.py": 215,
     "plan.py": 182,
     "solver.py": 156,
-    "io": 636,
+    "io": 623,
     "numeric": 213,
-    "traces": 1187,
+    "traces": 1177,
     "tokens": 984,
     "requests": 638,
     "placement": 2653,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from synthetic import planted_trace
 
+from lab.save import save_trace
 from semmoe.core import RoutingTrace
 from semmoe.evaluation.online import schedule_live
 from semmoe.evaluation.replay import replay
@@ -19,7 +20,7 @@ from semmoe.plan import load_plan, save_plan
 from semmoe.settings import AdaptSettings, CoclusterSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Fingerprint, Topology
-from semmoe.traces.trace import open_trace, save_trace
+from semmoe.traces.trace import open_trace
 
 MODEL = Fingerprint(
     model="m", architecture_hash="a", tokenizer_hash="t", num_layers=2, num_experts=4, top_k=2, vocab_size=16

@@ -132,16 +132,6 @@ def num_tokens(path: Path) -> int:
     return sum(int(lengths.sum()) for lengths in request_lengths(path))
 
 
-def save_trace(trace: RoutingTrace, path: Path) -> None:
-    """Write a trace to a new trace directory."""
-    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
-    with TraceWriter(path, header) as writer:
-        if writer.num_requests != 0:
-            raise ValueError(f"{path} already holds a trace")
-        for request in range(trace.num_requests):
-            writer.append_one(trace, request)
-
-
 def open_trace(path: Path | str) -> RoutingTrace:
     """Read a trace directory, or an `.npz` file in one of the layouts of `docs/reference.md`.
 
