@@ -118,7 +118,7 @@ class Taped:
     def __init__(self, monkeypatch, interrupted_at=None):
         self.now, self.begun, self.ended, self.interrupted_at = 0.0, None, [], interrupted_at
         monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-        monkeypatch.setattr(client, "recorder_control", self)
+        monkeypatch.setattr(client, "recorder", self)
 
     def sleep(self, seconds):
         self.now += seconds

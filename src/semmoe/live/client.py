@@ -16,7 +16,7 @@ from semmoe.engines import supervisor
 from semmoe.engines.sglang import targets as sglang
 from semmoe.live import watch
 from semmoe.live.http import PLAIN, Client
-from semmoe.live.recorder import control as recorder_control
+from semmoe.live.recorder import files as recorder
 from semmoe.live.status import ENDED, SwapStatus, plan_name, read_status, read_statuses, stage
 from semmoe.settings import RecordSettings, SwapSettings
 
@@ -53,21 +53,21 @@ class Served:
         end = time.monotonic() + timeout
         with self.recording(target, RecordSettings()) as run:
             while time.monotonic() < end:
-                if sum(status.requests for status in recorder_control.of_run(self.folder, run)) >= requests:
+                if sum(status.requests for status in recorder.of_run(self.folder, run)) >= requests:
                     break
                 time.sleep(COUNT_POLL)
 
     @contextmanager
     def recording(self, target: Path, settings: RecordSettings) -> Iterator[str]:
         """Record while the block runs, which gets the run's name, and write a trace then."""
-        control, _ = recorder_control.begin(self.folder, settings)
+        begun, _ = recorder.begin(self.folder, settings)
         try:
-            yield control.run
+            yield begun.run
         except BaseException:  # the block is stopped: recordings hold users' text
             with suppress(ValueError):  # no request was recorded
-                recorder_control.end(self.folder, target, STOP_SECONDS)
+                recorder.end(self.folder, target, STOP_SECONDS)
             raise
-        recorder_control.end(self.folder, target, STOP_SECONDS)
+        recorder.end(self.folder, target, STOP_SECONDS)
 
     def complete(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, at_once: int) -> Iterator[None]:
         """Have the server complete prompts of token ids greedily; yields after each. Raises ServerError."""
