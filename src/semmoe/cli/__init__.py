@@ -19,5 +19,8 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run the `semmoe` command."""
-    with console.watched_output():
+    console.watch_outputs()
+    try:
         app()
+    finally:
+        sys.stdout.flush()
