@@ -14,12 +14,12 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_461, 350, 50
+TOTAL, FILE, FUNCTION = 24_441, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 268,
     "topology.py": 107,
-    "settings.py": 215,
+    "settings.py": 197,
     "plan.py": 182,
     "solver.py": 156,
     "io": 613,
@@ -37,7 +37,7 @@ ROOMS = {
     "live": 2032,
     "gateway": 349,
     "report": 664,
-    "cli": 2496,
+    "cli": 2494,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

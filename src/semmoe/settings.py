@@ -144,17 +144,6 @@ class ProfileSettings(PromptSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings(Checked):
-    ep_size: int = number(4, 2, MOST_RANKS, panel="Topology", help="Expert-parallel ranks, each a local process.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitSettings(Checked):
-    # plans are scored on the rest
-    profile_share: float = number(0.2, 0.001, 0.999, help="Share of the requests to profile on.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServeSettings(Checked):
     engine: str = choice("sglang", ("sglang", "vllm"), panel="Input", help="The engine that serves.")
     schedule: str = choice(
@@ -176,13 +165,6 @@ class RecordSettings(Checked):
     max_tokens: int = number(
         10_000_000, 1, 1 << 40, panel="Limits", help="Number of tokens after which each rank stops recording."
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopSettings(Checked):
-    """Settings of `semmoe record stop`."""
-
-    timeout: float = number(60.0, 0, 86_400, panel="Limits", help="Seconds to wait for the ranks to stop.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,6 @@ def option(panel: str, help: str, *flags: str, **more: Any) -> Any:
 
 
 method = partial(option, "Method")
-links = partial(option, "Links")
 inputs = partial(option, "Input")
 output = partial(option, "Output")
 
@@ -72,16 +71,6 @@ Dataset = Annotated[
         "gzip too.",
     ),
 ]
-LinksOption = Annotated[
-    str | None,
-    links(
-        "What links and experts cost: a file of `semmoe calibrate`, or a shipped one, such as h200-nvlink or "
-        "h200-400g, the defaults on one node and on several.",
-    ),
-]
-DecodeLinksOption = Annotated[
-    str | None, links("The same of decoding, where its all-to-all is another, such as h200-400g-ll.")
-]
 ranks = partial(number, None, 1, MOST_RANKS, panel=TOPOLOGY)
 
 
@@ -111,8 +100,17 @@ class GivenTopology:
 class LinksOptions:
     """The links of both phases."""
 
-    links: LinksOption = None
-    decode_links: DecodeLinksOption = None
+    links: Annotated[
+        str | None,
+        option(
+            "Links",
+            "What links and experts cost: a file of `semmoe calibrate`, or a shipped one, such as h200-nvlink or "
+            "h200-400g, the defaults on one node and on several.",
+        ),
+    ] = None
+    decode_links: Annotated[
+        str | None, option("Links", "The same of decoding, where its all-to-all is another, such as h200-400g-ll.")
+    ] = None
 
     def load(self, topology: Topology) -> PhaseLinks:
         """The links given, or the default ones; decoding has those of prefill unless it has its own."""

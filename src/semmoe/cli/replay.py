@@ -21,19 +21,22 @@ from semmoe.cli.solve import (
 from semmoe.core import Plan, RoutingTrace
 from semmoe.evaluation.results import ReplayFile, checked
 from semmoe.io import console
+from semmoe.io.bounds import number
 from semmoe.placement.methods import METHODS, check_applies, obstacle
-from semmoe.settings import ReplaySettings, SolveSettings, SplitSettings
+from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodOptions(options.LinksOptions, SplitSettings):
+class MethodOptions(options.LinksOptions):
     """The methods to replay, and how they solve."""
 
     method: Annotated[
         str | None,
         options.method(f"One of {METHOD_NAMES}, or all, the default: profile on a share, score on the rest."),
     ] = None
+    # plans are scored on the rest
+    profile_share: float = number(0.2, 0.001, 0.999, help="Share of the requests to profile on.")
     settings: SolveSettings = field(default_factory=SolveSettings)
     changes: SetOption = None
 
@@ -68,7 +71,14 @@ def replay(
         topology = given.resolve(None, options.OFFLINE_RANKS)
         solving = with_changes(solved.settings, solved.changes or [])
         costs = phase_costs(ctx, solved.load(topology), topology, solving.cocluster)
-        settings |= asdict(topology) | {"profile_share": solved.profile_share} | _described(solving)
+        settings |= {
+            **asdict(topology),
+            "profile_share": solved.profile_share,
+            "redundant_experts": solving.redundant_experts,
+            "load_limit": solving.cocluster.load_limit,
+            "remote_rank_cost": solving.cocluster.remote_rank,
+            "remote_node_cost": solving.cocluster.remote_node,
+        }
         chosen = _applicable(solved.method or "all", topology, solving.redundant_experts)
         refuse_idle(ctx, chosen, topology)
         opened = open_bounded(trace, measure.seed)
@@ -77,16 +87,6 @@ def replay(
     title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
     found = checked(ReplayFile, {"settings": settings, "methods": methods})
     console.tell(as_json, found, lambda: tables.print_methods(title, methods))
-
-
-def _described(solving: SolveSettings) -> dict[str, Any]:
-    """The settings of the solved plans in a replay's JSON."""
-    return {
-        "redundant_experts": solving.redundant_experts,
-        "load_limit": solving.cocluster.load_limit,
-        "remote_rank_cost": solving.cocluster.remote_rank,
-        "remote_node_cost": solving.cocluster.remote_node,
-    }
 
 
 def _replay_plan(

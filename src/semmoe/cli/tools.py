@@ -12,9 +12,8 @@ from semmoe.cli.app import TOOLS, command, refuse_given
 from semmoe.costs.links import Links
 from semmoe.engines.doctor import ENGINES, EngineState, examine, supported, versions
 from semmoe.io import console
-from semmoe.io.bounds import choice
+from semmoe.io.bounds import MOST_RANKS, choice
 from semmoe.io.files import check_output, save_json
-from semmoe.settings import CalibrateSettings
 
 
 @command(TOOLS)
@@ -26,7 +25,9 @@ def calibrate(
     force: options.Force = False,
     name: Annotated[str, options.output("What to call these links.")] = "this machine",
     as_json: options.Json = False,
-    settings: CalibrateSettings,
+    ep_size: Annotated[
+        int, options.option(options.TOPOLOGY, "Expert-parallel ranks, each a local process.", min=2, max=MOST_RANKS)
+    ] = options.PROCESSES,
 ) -> None:
     """Measure what links and experts cost, with real all-to-alls and the model's own experts.
 
@@ -45,8 +46,7 @@ def calibrate(
         refuse_given(ctx, ["ep_size"], "torchrun decides the ranks")
     if not launched or os.environ["RANK"] == "0":
         check_output(out, force=force, inputs=(model,))
-    ranks = settings.ep_size
-    links = measuring.calibrate_launched(model, name) if launched else measuring.calibrate(model, ranks, name)
+    links = measuring.calibrate_launched(model, name) if launched else measuring.calibrate(model, ep_size, name)
     if links is None:  # another rank of torchrun's has the result
         return
     save_json(out, links)

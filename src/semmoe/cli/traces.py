@@ -6,12 +6,12 @@ from typing import Annotated
 
 from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, SERVING, add_group
-from semmoe.cli.form import takes
+from semmoe.cli.form import finite, takes
 from semmoe.engines.private import check_folder
 from semmoe.io import console
 from semmoe.live.recorder import files
 from semmoe.live.recorder.files import CONTROL, Control, Status
-from semmoe.settings import RecordSettings, StopSettings
+from semmoe.settings import RecordSettings
 
 FolderArgument = Annotated[Path, options.argument("The control folder, which `semmoe serve` prints.")]
 trace_app = add_group("trace", OFFLINE, "Look into traces and join them: info, merge.")
@@ -36,13 +36,13 @@ def start(*, folder: FolderArgument, settings: RecordSettings) -> None:
 
 
 @record_app.command()
-@takes
 def stop(
-    *,
     folder: FolderArgument,
     out: Annotated[Path | None, options.output("The trace directory; FOLDER/RUN/trace if not given.")] = None,
     as_json: options.Json = False,
-    settings: StopSettings,
+    timeout: Annotated[
+        float, options.option("Limits", "Seconds to wait for the ranks to stop.", min=0, max=86_400, callback=finite)
+    ] = 60.0,
 ) -> None:
     """End the recording and merge what the ranks wrote into one trace, for `semmoe solve`.
 
@@ -50,7 +50,7 @@ def stop(
 
     Example: `semmoe record stop FOLDER --out trace` and then `semmoe solve trace --ep-size 8 --out plan`
     """
-    ended = files.end(folder, out, settings.timeout)
+    ended = files.end(folder, out, timeout)
     if ended.gone:
         console.warn(f"{files.name_ranks(ended.gone)} recorded and no longer responds: rows not on disk are lost")
     left_out = f"; {ended.unfinished:,} unfinished requests are left out" if ended.unfinished else ""
