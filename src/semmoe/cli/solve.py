@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from semmoe.cli import options, tables
-from semmoe.cli.app import OFFLINE, command, refuse_given, was_given
+from semmoe.cli.app import OFFLINE, as_given, command, refuse_given
 from semmoe.cli.form import with_changes
 from semmoe.core import Plan, RoutingTrace
 from semmoe.costs.links import PhaseLinks
@@ -166,7 +166,7 @@ def phase_costs(
     ctx: typer.Context, links: PhaseLinks, topology: Topology, settings: CoclusterSettings
 ) -> PhaseCosts | None:
     """What the search weighs: rows as the links charge them, or the weight of a row to another node if it is given."""
-    if was_given(ctx, "cocluster.remote_node"):
+    if as_given(ctx, "cocluster.remote_node"):
         refuse_given(ctx, ["decode_links"], "cocluster.remote_node weighs rows in place of what links charge")
         return None
     return links.costs(topology, settings.activation, settings.remote_rank)
@@ -180,7 +180,7 @@ def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tu
         refuse_given(ctx, ["cocluster.move_cost"], "experts move only from a previous plan: give --from")
         return None, solving
     previous = load_plan(begin)
-    if was_given(ctx, "redundant_experts"):
+    if as_given(ctx, "redundant_experts"):
         return previous, solving
     return previous, replace(solving, redundant_experts=previous.placement.redundant_experts)
 
