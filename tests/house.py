@@ -14,10 +14,10 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_435, 350, 50
+TOTAL, FILE, FUNCTION = 24_419, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
-    "core.py": 268,
+    "core.py": 265,
     "topology.py": 107,
     "settings.py": 197,
     "plan.py": 182,
@@ -29,7 +29,7 @@ ROOMS = {
     "requests": 638,
     "placement": 2653,
     "paper": 567,
-    "costs": 768,
+    "costs": 755,
     "evaluation": 688,
     "runtime": 2107,
     "checkpoint": 1159,

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -64,7 +64,7 @@ def test_where_a_plan_pays_follows_from_what_the_demo_counted(result, made):
     run = measured("tp", result["attention-TP, vanilla"], result["attention-TP, on the plan"], ep_size=4)
     assert 0 < run.remote_share < 1
     for one in payoffs(run):
-        assert found[one.attention, one.links, one.model, one.batch_tokens] == asdict(one)
+        assert found[one["attention"], one["links"], one["model"], one["batch_tokens"]] == one
     assert {one["worth_it"] for one in made["payoffs"]} == {True, False}
 
 

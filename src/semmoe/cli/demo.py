@@ -136,7 +136,7 @@ def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
     if ep_size == 1:
         return []
     dp, tp = measured("dp", rows[0], rows[1], ep_size), measured("tp", rows[2], rows[3], ep_size)
-    return [asdict(one) for one in (*payoffs(dp), *payoffs(tp))]
+    return [*payoffs(dp), *payoffs(tp)]
 
 
 def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, progress: Bars) -> Plan:

@@ -45,19 +45,6 @@ class Measured:
     vanilla_load: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Payoff:
-    """The verdict for one layer, batch and kind of links."""
-
-    attention: str
-    links: str  # name of a shipped file
-    model: str
-    batch_tokens: int
-    worth_it: bool
-    gain: float  # share of the layer's time that the plan saves; negative if it loses
-    against: str  # the best alternative
-
-
 def measured(attention: str, vanilla: dict[str, Any], planned: dict[str, Any], ep_size: int) -> Measured:
     """From the figures of two runs (`GenerateResult.figures`); at least two ranks."""
     return Measured(
@@ -68,13 +55,13 @@ def measured(attention: str, vanilla: dict[str, Any], planned: dict[str, Any], e
     )
 
 
-def payoffs(run: Measured) -> list[Payoff]:
+def payoffs(run: Measured) -> list[dict[str, Any]]:
     """One for each of LINKS, model and batch size; links between nodes join two nodes of half the ranks."""
     return [payoff(run, name, model, tokens) for name in LINKS for model in MODELS for tokens in BATCHES]
 
 
-def payoff(run: Measured, links_name: str, model: Model, tokens: int) -> Payoff:
-    """Whether the plan saves time over vanilla and, in attention-TP, over expert parallelism without all-to-all."""
+def payoff(run: Measured, links_name: str, model: Model, tokens: int) -> dict[str, Any]:
+    """A row of demo.json: the verdict against vanilla and, in attention-TP, expert parallelism without all-to-all."""
     links = load_links(links_name)
     nodes = 2 if links.between_nodes else 1
     topology = Topology.for_attention(run.topology.attention, run.topology.ep_size, num_nodes=nodes)
@@ -86,15 +73,15 @@ def payoff(run: Measured, links_name: str, model: Model, tokens: int) -> Payoff:
         balanced = min(plan.busiest_pairs, vanilla.busiest_pairs)
         without = timing.all_reduce_time(tokens, balanced, model.shape, topology, links)
     found = timing.verdict(plan, [vanilla], without)
-    return Payoff(
-        attention=topology.attention,
-        links=links_name,
-        model=model.name,
-        batch_tokens=tokens,
-        worth_it=found.worth_it,
-        gain=found.gain,
-        against=found.against,
-    )
+    return {
+        "attention": topology.attention,
+        "links": links_name,
+        "model": model.name,
+        "batch_tokens": tokens,
+        "worth_it": found.worth_it,
+        "gain": found.gain,
+        "against": found.against,
+    }
 
 
 def _predict(
