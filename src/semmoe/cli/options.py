@@ -50,9 +50,7 @@ def model_path(name: str | None) -> str | None:
         return str(MODEL)
     if Path(name).exists():
         raise typer.BadParameter(f"{name} is a file: give the model's directory")
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
-        raise typer.BadParameter(f"{name} does not exist; nothing is downloaded: give a directory")
-    raise typer.BadParameter(f"{name} does not exist: give a directory")
+    raise typer.BadParameter(f"{name} does not exist, and nothing is downloaded: give a directory")
 
 
 model = partial(inputs, callback=model_path)

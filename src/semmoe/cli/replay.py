@@ -86,7 +86,7 @@ def replay(
     settings["scheduled_by_answers"] = warn_of_answers(opened, topology)
     title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
     found = checked(ReplayFile, {"settings": settings, "methods": methods})
-    console.tell(as_json, found, lambda: tables.print_methods(title, methods))
+    console.tell(as_json, found, lambda: console.print_table(title, *tables.metrics(methods)))
 
 
 def _replay_plan(
