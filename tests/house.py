@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_395, 350, 50
+TOTAL, FILE, FUNCTION = 24_384, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
@@ -24,7 +24,7 @@ ROOMS = {
     "solver.py": 156,
     "io": 613,
     "numeric": 213,
-    "traces": 1177,
+    "traces": 1166,
     "tokens": 984,
     "requests": 638,
     "placement": 2653,

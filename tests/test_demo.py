@@ -106,7 +106,7 @@ def test_demo_prompts_are_held_out_and_profile_and_evaluation_share_no_text():
     assert len(evaluation) == DemoSettings().generate_prompts
     assert not {tuple(p) for p in profile} & {tuple(p) for p in evaluation}
     card = json.loads((MODEL / "training.json").read_text())
-    assert card["held_out_documents"] == {domain: list(names) for domain, names in HELD_OUT.items()}
+    assert card["held_out_documents"] == HELD_OUT
 
 
 def test_a_demo_leaves_a_page_alone_unless_it_is_told_to_keep_more(tmp_path, monkeypatch):
