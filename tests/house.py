@@ -14,17 +14,17 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_384, 350, 50
+TOTAL, FILE, FUNCTION = 24_375, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
     "topology.py": 107,
-    "settings.py": 197,
+    "settings.py": 200,
     "plan.py": 182,
     "solver.py": 156,
-    "io": 613,
+    "io": 608,
     "numeric": 213,
-    "traces": 1166,
+    "traces": 1164,
     "tokens": 984,
     "requests": 638,
     "placement": 2653,
@@ -37,7 +37,7 @@ ROOMS = {
     "live": 2032,
     "gateway": 349,
     "report": 664,
-    "cli": 2464,
+    "cli": 2459,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from semmoe.io.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, switch
+from semmoe.io.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, option
 
 SEED = (0, (1 << 32) - 1)
 TOKENS = (1, 1 << 24)  # least and most tokens of a batch
@@ -134,7 +134,10 @@ class PromptSettings(Checked):
 
     limit: int = number(0, 0, 1 << 40, panel="Input", help="Use the first N prompts; 0: all.")
     max_prompt_tokens: int = number(1024, 1, 1 << 24, panel="Input", help="Cut longer prompts to this many tokens.")
-    strict: bool = switch(panel="Input", help="Fail at the first record without a usable prompt; else it is left out.")
+    strict: bool = field(
+        default=False,
+        metadata=option("Fail at the first record without a usable prompt; else it is left out.", panel="Input"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

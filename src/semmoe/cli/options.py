@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,6 @@ from semmoe.io.bounds import MOST_RANKS, choice, number
 from semmoe.io.files import read_limited
 from semmoe.live.http import Client, make_client, split_address
 from semmoe.topology import Topology
-
-if TYPE_CHECKING:
-    from semmoe.live.client import Served
 
 TOPOLOGY = "Topology"
 OFFLINE_RANKS = 8
@@ -146,8 +143,8 @@ class ServerOptions(ClientOptions):
         Path | None, inputs("The server's control folder, if it is not the one that belongs to its port.")
     ] = None
 
-    def served(self) -> "Served":
-        """The server, by its address without a path. Raises ValueError, also for a folder of another user."""
+    def served(self) -> Any:
+        """The server as a `Served`, by its address without a path. Raises ValueError."""
         from semmoe.live.client import Served
 
         client, parts = self.client(), split_address(self.url)

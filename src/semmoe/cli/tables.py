@@ -72,14 +72,12 @@ def _print_judged(judged: dict[str, Any], phase: str, tokens: float) -> None:
 
 def print_gain_of_pass(result: dict[str, Any]) -> None:
     """Print the gain of a whole pass, if it is known."""
-    if "end_to_end" not in result:
-        return
-    found = result["end_to_end"]
-    words = (
-        f"of the {found['share']:.1%} of a pass that all-to-alls take, the plan saves {found['saving']:.1%} on "
-        f"{found['links']}: a pass is {found['gain']:.3f} times as fast, if nothing else of it changes"
-    )
-    console.say(words)
+    if "end_to_end" in result:
+        found = result["end_to_end"]
+        console.say(
+            f"of the {found['share']:.1%} of a pass that all-to-alls take, the plan saves {found['saving']:.1%} on "
+            f"{found['links']}: a pass is {found['gain']:.3f} times as fast, if nothing else of it changes"
+        )
 
 
 def generated(rows: list[dict[str, Any]], with_speed: bool = True) -> tuple[list[str], list[list[str]]]:
