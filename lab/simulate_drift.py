@@ -32,8 +32,7 @@ from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.evaluation.online import live_settings, start
 from semmoe.live import watch
-from semmoe.live.adapt import Adapter
-from semmoe.live.solving import Found, find
+from semmoe.live.adapt import Adapter, Found, find
 from semmoe.live.status import SwapStatus, plan_number
 from semmoe.plan import load_plan
 from semmoe.requests.scheduler import RequestScheduler

@@ -12,9 +12,20 @@ from lab.save import save_trace
 from semmoe.core import RoutingTrace
 from semmoe.evaluation.online import schedule_live
 from semmoe.evaluation.replay import replay
-from semmoe.live import client, solving, watch
-from semmoe.live.adapt import LOOKS_PER_WINDOW, Adapter, confirm, judge, wants
-from semmoe.live.solving import PARTS, Found, by_age, find, score, solve_aside
+from semmoe.live import adapt, client, watch
+from semmoe.live.adapt import (
+    LOOKS_PER_WINDOW,
+    PARTS,
+    Adapter,
+    Found,
+    by_age,
+    confirm,
+    find,
+    judge,
+    score,
+    solve_aside,
+    wants,
+)
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import load_plan, save_plan
 from semmoe.settings import AdaptSettings, CoclusterSettings, SolveSettings
@@ -323,8 +334,8 @@ def test_plans_are_solved_on_the_oldest_requests_and_scored_on_the_newest(tmp_pa
     plan, solved, scored = vanilla_plan(whole.fingerprint, TOPOLOGY), [], []
     save_trace(whole, tmp_path / "trace")
     save_plan(plan, tmp_path / "first")
-    monkeypatch.setattr(solving, "solve", lambda seen, *rest, **more: solved.append((seen, more["previous"])) or plan)
-    monkeypatch.setattr(solving, "score", lambda newest, *rest: scored.append(newest) or np.full(1 + PARTS, 0.5))
+    monkeypatch.setattr(adapt, "solve", lambda seen, *rest, **more: solved.append((seen, more["previous"])) or plan)
+    monkeypatch.setattr(adapt, "score", lambda newest, *rest: scored.append(newest) or np.full(1 + PARTS, 0.5))
     find(tmp_path / "trace", tmp_path / "first", tmp_path, 5)
     assert {trace.digest() for trace, _ in solved} == {whole.select(np.arange(70)).digest()}
     assert {trace.digest() for trace in scored} == {whole.select(np.arange(70, 100)).digest()}
@@ -358,7 +369,7 @@ def test_the_process_that_solves_fails_or_ends_in_time(tmp_path, monkeypatch):
     assert found.new[0] > found.old[0]
     with pytest.raises(ValueError, match="no trace"):
         solve_aside(tmp_path / "missing", *job[1:], 0.1)
-    monkeypatch.setattr(solving, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(adapt, "GRACE_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match=r"no plan was found within 0\.03 s"):
         solve_aside(*job, 0.01)
 

@@ -217,8 +217,7 @@ def adapt(
 
     Examples: `semmoe adapt http://127.0.0.1:30000` and `semmoe adapt http://127.0.0.1:30000 --dry-run --json`
     """
-    from semmoe.live.adapt import Adapter
-    from semmoe.live.solving import solve_aside
+    from semmoe.live.adapt import Adapter, solve_aside
     from semmoe.live.status import serving
 
     served = server.served()
