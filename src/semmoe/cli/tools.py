@@ -1,9 +1,9 @@
 """The commands calibrate, doctor and report: what this machine costs and has, and a page on a plan."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,7 +12,7 @@ from semmoe.cli.app import TOOLS, command, refuse_given
 from semmoe.costs.links import Links
 from semmoe.engines.doctor import ENGINES, EngineState, examine, supported, versions
 from semmoe.io import console
-from semmoe.io.bounds import MOST_RANKS, choice
+from semmoe.io.bounds import MOST_RANKS
 from semmoe.io.files import check_output, save_json
 
 
@@ -65,15 +65,13 @@ def _speeds(links: Links) -> list[list[str]]:
     return [*rows, ["experts of a rank", "", f"{links.experts.teraflops:.3g} Tflop/s"]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    engine: str | None = choice(None, ENGINES, panel="Input", help="Check only this engine, which must be installed.")
-
-
 @command(TOOLS)
 def doctor(
     *,
-    given: Engine,
+    engine: Annotated[
+        Literal["sglang", "vllm", "deepspeed", "transformers"] | None,
+        options.inputs("Check only this engine, which must be installed."),
+    ] = None,
     model: Annotated[str | None, options.model("List the plans that engines serve for this model.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -85,9 +83,9 @@ def doctor(
     Examples: `semmoe doctor` and `semmoe doctor --engine sglang --model MODEL`
     """
     found = versions()
-    chosen = ENGINES if given.engine is None else (given.engine,)
+    chosen = ENGINES if engine is None else (engine,)
     uses = supported(Path(model), chosen) if model else []
-    engines = [examine(name, found[name], needed=given.engine is not None) for name in chosen]
+    engines = [examine(name, found[name], needed=engine is not None) for name in chosen]
     problems = [text for state in engines for text in state.problems]
     if as_json:
         states = {"engines": list(map(asdict, engines)), "supported": uses}
