@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_347, 350, 50
+TOTAL, FILE, FUNCTION = 24_320, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
@@ -24,7 +24,7 @@ ROOMS = {
     "solver.py": 156,
     "io": 608,
     "numeric": 213,
-    "traces": 1155,
+    "traces": 1153,
     "tokens": 984,
     "requests": 638,
     "placement": 2653,
@@ -34,10 +34,10 @@ ROOMS = {
     "runtime": 2107,
     "checkpoint": 1159,
     "engines": 6382,
-    "live": 2025,
+    "live": 2016,
     "gateway": 349,
     "report": 664,
-    "cli": 2447,
+    "cli": 2431,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

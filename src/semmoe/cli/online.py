@@ -215,21 +215,16 @@ def demo(
         with console.bars() as bars:
             result = run_demo(settings, Path(work), bars)
         if not as_json:
-            _show_demo(result)
+            rows, ranks = result["set_ups"], settings.ep_size
+            title = f"{result['prompts']} held-out prompts, {ranks} processes"
+            console.print_table(title, *tables.generated(rows, with_speed=False))
+            tables.print_gain(rows)
+            tables.print_payoffs(result["payoffs"], ranks)
         page = _demo_report(Path(work), folder)
     found = f"report: {page}" if page else f"for all this as one page: {install_hint('report')}"
     console.tell(as_json, {**result, "report": page and str(page)}, found)
     if not all(row["identical"] for row in result["set_ups"]):
         raise typer.Exit(1)
-
-
-def _show_demo(result: dict[str, Any]) -> None:
-    rows, ranks = result["set_ups"], result["settings"]["ep_size"]
-    console.print_table(
-        f"{result['prompts']} held-out prompts, {ranks} processes", *tables.generated(rows, with_speed=False)
-    )
-    tables.print_gain(rows)
-    tables.print_payoffs(result["payoffs"], ranks)
 
 
 def _demo_report(work: Path, folder: Path) -> Path | None:

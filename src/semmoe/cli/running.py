@@ -54,8 +54,11 @@ def watch(
     `semmoe watch http://127.0.0.1:30000 --plan plan --window 30 --once --json`
     """
     from semmoe.live import watch as watching
+    from semmoe.plan import load_plan
 
-    expected = None if plan is None else _expected_lar(plan)
+    expected = None if plan is None else watching.expected_lar(load_plan(plan).expected)
+    if plan is not None and expected is None:
+        console.warn("this plan says nothing of what to expect: its profile was too small")
     nodes = [url, *(also or [])]
     client = asking.client()
     looks = deque([watching.look(nodes, time.monotonic(), client)], maxlen=MAX_LOOKS)
@@ -73,17 +76,6 @@ def watch(
                 page.update(_watched(url, seen, expected, warning), refresh=True)
             if once:
                 raise typer.Exit(int(warning is not None or bool(seen.stale) or bool(seen.degraded)))
-
-
-def _expected_lar(plan: Path) -> float | None:
-    """The local activation rate that a plan expects; a warning is printed if it expects none."""
-    from semmoe.live.watch import expected_lar
-    from semmoe.plan import load_plan
-
-    expected = expected_lar(load_plan(plan).expected)
-    if expected is None:
-        console.warn("this plan says nothing of what to expect: its profile was too small")
-    return expected
 
 
 def _watched(url: str, seen: Any, expected: float | None, warning: str | None) -> Group:

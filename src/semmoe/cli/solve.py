@@ -180,9 +180,9 @@ def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tu
         refuse_given(ctx, ["cocluster.move_cost"], "experts move only from a previous plan: give --from")
         return None, solving
     previous = load_plan(begin)
-    if as_given(ctx, "redundant_experts"):
-        return previous, solving
-    return previous, replace(solving, redundant_experts=previous.placement.redundant_experts)
+    if not as_given(ctx, "redundant_experts"):
+        solving = replace(solving, redundant_experts=previous.placement.redundant_experts)
+    return previous, solving
 
 
 def _warn_of_load(plan: Plan, problem: "Problem", measure: ReplaySettings) -> None:

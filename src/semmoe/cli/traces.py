@@ -10,7 +10,7 @@ from semmoe.cli.form import finite, takes
 from semmoe.engines.private import check_folder
 from semmoe.io import console
 from semmoe.live.recorder import files
-from semmoe.live.recorder.files import CONTROL, Control, Status
+from semmoe.live.recorder.files import CONTROL, Status
 from semmoe.settings import RecordSettings
 
 FolderArgument = Annotated[Path, options.argument("The control folder, which `semmoe serve` prints.")]
@@ -71,7 +71,11 @@ def status(folder: FolderArgument, as_json: options.Json = False) -> None:
         ranks = [status.model_dump() for status in found]
         console.print_json({"control": control.model_dump() if control else None, "ranks": ranks})
         return
-    console.out.print(_headline(control))
+    if control is None:
+        console.out.print("nothing was ever recorded here")
+    else:
+        limits = f"sample {control.sample:g}, at most {control.max_mb} MB and {control.max_tokens:,} tokens a rank"
+        console.out.print(f"run {control.run} is {'on' if control.recording else 'off'}: {limits}")
     if not found:
         console.out.print("no server has used this folder yet")
         return
@@ -88,13 +92,6 @@ def _row(s: Status) -> list[str]:
     counts = (s.requests, s.tokens, s.unfinished, s.skipped, s.dropped, s.unknown)
     size, cost = console.megabytes(s.bytes_held), console.figure(s.cpu_us_per_token, 2)
     return [str(s.rank), state, *(f"{n:,}" for n in counts), size, cost]
-
-
-def _headline(control: Control | None) -> str:
-    if control is None:
-        return "nothing was ever recorded here"
-    limits = f"sample {control.sample:g}, at most {control.max_mb} MB and {control.max_tokens:,} tokens a rank"
-    return f"run {control.run} is {'on' if control.recording else 'off'}: {limits}"
 
 
 @trace_app.command()

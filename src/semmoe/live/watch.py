@@ -134,6 +134,7 @@ def view(before: Look, after: Look) -> View:
     tokens, sent = _sum(grown, "routed_tokens"), _sum(grown, "all_to_all_bytes")
     served = _by(grown, "served_pairs", "by")
     mean = sum(served.values()) / max(len(served), 1)
+    published = _by(grown, "publications", "process") if seconds > STALE_SECONDS else {}
     plans = sorted({f"{int(n):012x}" for (name, _), n in after.totals.items() if name == "plan_number" and n})
 
     def per_token(count: float) -> float | None:
@@ -160,7 +161,7 @@ def view(before: Look, after: Look) -> View:
         unknown_tokens=int(_sum(grown, "unknown_tokens")),
         schedule_failures=int(_sum(grown, "schedule_failures")),
         degraded=list(_by(after.totals, "degraded", "reason")),
-        stale=_stale(grown, seconds),
+        stale=[process for process, times in published.items() if times == 0],
     )
 
 
@@ -171,12 +172,6 @@ def _sent(grown: Totals, seconds: float) -> list[Sent]:
         size = sizes[source, target] / seconds if (source, target) in sizes else None
         pairs.append(Sent(source=source, target=target, rows_per_second=count / seconds, bytes_per_second=size))
     return sorted(pairs, key=lambda pair: -pair.rows_per_second)
-
-
-def _stale(grown: Totals, seconds: float) -> list[str]:
-    """Processes that have published nothing for longer than STALE_SECONDS."""
-    published = _by(grown, "publications", "process") if seconds > STALE_SECONDS else {}
-    return [process for process, times in published.items() if times == 0]
 
 
 def drift(seen: View, expected: float | None, margin: float) -> str | None:
