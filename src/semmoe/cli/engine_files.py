@@ -4,10 +4,10 @@ import importlib.util
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,24 +19,12 @@ from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, command, refuse_given
 from semmoe.core import Plan
 from semmoe.io import console
-from semmoe.io.bounds import choice
 from semmoe.io.files import atomic_directory, check_output
 from semmoe.topology import Topology
 from semmoe.traces.dataset import LeftOut
 from semmoe.traces.trace import TraceHeader, TraceWriter
 
-CHECKPOINT = "checkpoint"
 PLANNED = ["ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    to: str = choice(
-        CHECKPOINT,
-        (CHECKPOINT, *WRITTEN),
-        panel="Output",
-        help=f"checkpoint: experts renumbered, for any engine; or the own file of {', '.join(WRITTEN)}.",
-    )
 
 
 @command(OFFLINE)
@@ -45,7 +33,10 @@ def apply(
     plan: Annotated[Path, options.argument("A plan directory.")],
     model: Annotated[str, options.model("The model that the plan was made for.")],
     out: Annotated[Path, options.output("The new model directory, or a .json file.")],
-    target: Target,
+    to: Annotated[
+        Literal["checkpoint", "sglang"],
+        options.output("checkpoint: experts renumbered, for any engine; sglang: its own file."),
+    ] = "checkpoint",
     as_json: options.Json = False,
 ) -> None:
     """Turn a plan into files that an engine reads by itself.
@@ -59,15 +50,15 @@ def apply(
     from semmoe.plan import load_plan
 
     started = time.perf_counter()
-    whole = target.to == CHECKPOINT
+    whole = to == "checkpoint"
     if not whole and out.suffix != ".json":
         raise ValueError(f"{out} must end in .json: an engine recognises the format by it")
     check_output(out, directory=whole, inputs=(model, plan))
     loaded = load_plan(plan)
     _check_fingerprint(loaded, Path(model))
-    done = _checkpoint(loaded, plan, Path(model), out) if whole else _engine_file(target.to, loaded, Path(model), out)
+    done = _checkpoint(loaded, plan, Path(model), out) if whole else _engine_file(to, loaded, Path(model), out)
     seconds = round(time.perf_counter() - started, 3)
-    result = {"plan": str(plan), "to": target.to, "out": str(out), **done, "seconds": seconds}
+    result = {"plan": str(plan), "to": to, "out": str(out), **done, "seconds": seconds}
     console.tell(as_json, result, partial(_print_checkpoint if whole else _print_flags, result))
 
 
