@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_311, 350, 50
+TOTAL, FILE, FUNCTION = 24_309, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
@@ -37,7 +37,7 @@ ROOMS = {
     "live": 2016,
     "gateway": 349,
     "report": 664,
-    "cli": 2422,
+    "cli": 2420,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.
