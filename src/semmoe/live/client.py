@@ -1,6 +1,10 @@
-"""Ask a running server to swap its plan or to record, and follow it to the end: what `semmoe swap` and `adapt` do."""
+"""Ask a running server to swap its plan or to record, and follow it to the end; or start one and profile with it."""
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -8,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from socket import create_server
 from typing import Any
 from urllib.error import HTTPError, URLError
 
@@ -18,7 +23,7 @@ from semmoe.live import watch
 from semmoe.live.http import PLAIN, Client
 from semmoe.live.recorder import files as recorder
 from semmoe.live.status import ENDED, SwapStatus, plan_name, read_status, read_statuses, stage
-from semmoe.settings import RecordSettings, SwapSettings
+from semmoe.settings import ProfileSettings, RecordSettings, SwapSettings
 
 VLLM_PATH = "/v1/semmoe/swap"
 POLL = 0.05  # seconds between two looks at a status
@@ -27,6 +32,11 @@ STOP_SECONDS = 60.0  # in which ranks end a recording
 ANSWER = 30.0  # seconds in which a server answers that only takes an order
 COMPLETION_SECONDS = 3600.0  # in which a server completes a prompt, waits included
 PASS_PATH = "/health_generate"  # of SGLang: a one-token request, so that a server without requests runs passes
+MOST_TOKENS = 1 << 40  # that a rank records
+BEGIN_SECONDS = 1.0  # until ranks look for an order to record
+START_SECONDS = 3600.0
+# Tokens that a prompt finds in the cache of an earlier prompt are not routed again.
+UNCACHED = {"sglang": "--disable-radix-cache", "vllm": "--no-enable-prefix-caching"}
 
 
 class ServerError(RuntimeError):
@@ -169,3 +179,52 @@ def _words(error: HTTPError) -> str:
         return str(json.loads(text)["detail"])
     except (ValueError, KeyError, TypeError):
         return f"{error.url} answers {error.code}: {text[:200] or error.reason}"
+
+
+def profile(
+    engine: str, model: str, prompts: Sequence[Sequence[int]], out: Path, settings: ProfileSettings, words: list[str]
+) -> Iterator[None]:
+    """Write a trace of prompts of token ids to `out`; yields after each prompt. words: the engine's own options.
+
+    The server has a rank for each GPU, or one on a CPU. Raises ValueError or ServerError.
+    """
+    with _server(engine, model, words) as served, served.recording(out, RecordSettings(max_tokens=MOST_TOKENS)):
+        time.sleep(BEGIN_SECONDS)
+        yield from served.complete(prompts, max(settings.max_new_tokens, 1), settings.batch_size)
+
+
+@contextmanager
+def _server(engine: str, model: str, words: list[str]) -> Iterator[Served]:
+    """Run `semmoe serve` for as long as the block runs."""
+    import torch
+
+    with create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = str(torch.accelerator.device_count() or 1)
+    command = [sys.executable, "-c", "from semmoe.cli import main; main()", "serve", model, "--engine", engine]
+    with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
+        served, log = Served(f"http://127.0.0.1:{port}", Path(scratch) / "control"), Path(scratch) / "log"
+        command += ["--port", port, "--control", str(served.folder), "--ep-size", ranks, "--attention", "dp"]
+        command += ["--", UNCACHED[engine], *words]
+        with log.open("wb") as file:
+            environment = {**os.environ, "SEMMOE_RECORD": "1"}
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+        try:
+            _wait(served, process, log)
+            yield served
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait(served: Served, process: subprocess.Popen, log: Path) -> None:
+    """Wait until the server serves. Raises ValueError with its last line if it ends before."""
+    end = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            served.client.read(served.url + "/health", 10.0)
+            return
+        except (OSError, HTTPException):
+            time.sleep(1.0)
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    raise ValueError(lines[-1].removeprefix("error: ") if lines else "the engine's server did not start")
