@@ -121,8 +121,9 @@ def synthetic(tokens: int, layers: int, experts: int, top_k: int, vocabulary: in
 
 def prepare(shape: str, given: argparse.Namespace, seed: int, folder: Path) -> None:
     """Write the profile, a small trace that compiles the code and, but for synthetic shapes, what is held out."""
+    from lab.save import save_trace
     from semmoe.traces.split import split
-    from semmoe.traces.trace import open_trace, save_trace
+    from semmoe.traces.trace import open_trace
 
     if shape[0].isdigit():
         layers, experts, top_k, tokens = map(int, shape.split("x"))

@@ -14,7 +14,6 @@ from lab.subjects import field_of
 from semmoe.cli.demo import MODEL, demo_prompts
 from semmoe.core import Plan, RoutingTrace
 from semmoe.io.files import read_limited
-from semmoe.io.npz import MAX_META_BYTES
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
@@ -24,6 +23,7 @@ from semmoe.traces.trace import open_trace
 
 PER_DOMAIN = 96  # texts of each kind, which the shipped model was not trained on
 MAX_TOKENS = 256  # of each
+MAX_META_BYTES = 256 << 20  # unpacked; the strings of a vocabulary and examples take some MB
 SHIPPED = "shipped model"
 
 Task = Callable[[str, int], Callable[[int], None]]  # begins a progress bar and returns what advances it

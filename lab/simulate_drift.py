@@ -24,6 +24,7 @@ import numpy as np
 
 from lab import drift
 from lab.node_traffic import local_pairs
+from lab.save import save_trace
 from semmoe.cli.demo import MODEL
 from semmoe.core import Plan, RoutingTrace
 from semmoe.engines.transformers.model import load_model
@@ -31,13 +32,11 @@ from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.evaluation.online import live_settings, start
 from semmoe.live import watch
-from semmoe.live.adapt import Adapter
-from semmoe.live.solving import Found, find
+from semmoe.live.adapt import Adapter, Found, find
 from semmoe.live.status import SwapStatus, plan_number
 from semmoe.plan import load_plan
 from semmoe.requests.scheduler import RequestScheduler
 from semmoe.settings import AdaptSettings, SwapSettings
-from semmoe.traces.trace import save_trace
 
 RUNNING, PARTS, ATTENTION = 8, 12, "dp"
 
@@ -55,6 +54,7 @@ class Simulated:
     rate: float
     plan: Plan
     at: dict[int, Plan]  # plans that are swapped in when so many have ended
+    folder: Path  # in place of a control folder
     now: float = 0.0
     local: list[float] = field(default_factory=list)  # of each that has ended, its local pairs per layer and choice
 
@@ -128,7 +128,7 @@ def adapt_settings(a: argparse.Namespace) -> AdaptSettings:
     return AdaptSettings(**{"schedule": a.schedule} | given)
 
 
-def adapted(server: Simulated, folder: Path, a: argparse.Namespace, report: Callable) -> None:
+def adapted(server: Simulated, a: argparse.Namespace, report: Callable) -> None:
     """Run the loop until the last request has ended."""
 
     def solve(*job) -> Found:
@@ -137,9 +137,8 @@ def adapted(server: Simulated, folder: Path, a: argparse.Namespace, report: Call
         return found
 
     served: Any = server  # it has what the loop uses of a `Served`
-    adapter = Adapter(
-        served, server.plan, adapt_settings(a), folder, solve, report, clock=server.clock, sleep=server.sleep
-    )
+    settings = adapt_settings(a)
+    adapter = Adapter(served, server.plan, settings, solve, report, clock=server.clock, sleep=server.sleep)
     while len(server.local) < a.requests:
         adapter.turn()
 
@@ -158,9 +157,9 @@ def main() -> int:
         for name in ("frozen", "known", "adapt"):
             turns = drift.changes(a.shape, a.requests, a.blocks)
             at = {i: load_plan(plans[plan]) for i, plan in turns} if name == "known" else {}
-            server = Simulated(trace, a.rate, load_plan(first), at)
+            server = Simulated(trace, a.rate, load_plan(first), at, folder)
             if name == "adapt":
-                adapted(server, folder, a, told.append)
+                adapted(server, a, told.append)
             else:
                 server.sleep(a.requests / a.rate + 1)
             rates[name] = np.array(server.local), np.diff(trace.request_offsets)

@@ -14,30 +14,30 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_541, 350, 50
+TOTAL, FILE, FUNCTION = 24_767, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
-    "core.py": 268,
+    "core.py": 265,
     "topology.py": 121,
-    "settings.py": 215,
+    "settings.py": 201,
     "plan.py": 182,
     "solver.py": 156,
-    "io": 636,
+    "io": 608,
     "numeric": 213,
-    "traces": 1187,
-    "tokens": 984,
+    "traces": 1153,
+    "tokens": 1008,
     "requests": 640,
-    "placement": 2654,
+    "placement": 2961,
     "paper": 569,
-    "costs": 768,
+    "costs": 774,
     "evaluation": 690,
     "runtime": 2107,
-    "checkpoint": 1159,
-    "engines": 6379,
-    "live": 2062,
+    "checkpoint": 1275,
+    "engines": 6348,
+    "live": 2005,
     "gateway": 349,
     "report": 682,
-    "cli": 2491,
+    "cli": 2417,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -1,24 +1,37 @@
 """The decisions of `semmoe adapt`, and its loop around a server that is a table of numbers."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from synthetic import planted_trace
 
+from lab.save import save_trace
 from semmoe.core import RoutingTrace
 from semmoe.evaluation.online import schedule_live
 from semmoe.evaluation.replay import replay
-from semmoe.live import client, solving, watch
-from semmoe.live.adapt import LOOKS_PER_WINDOW, Adapter, confirm, judge, wants
-from semmoe.live.solving import PARTS, Found, by_age, find, score, solve_aside
+from semmoe.live import adapt, client, watch
+from semmoe.live.adapt import (
+    LOOKS_PER_WINDOW,
+    PARTS,
+    Adapter,
+    Found,
+    by_age,
+    confirm,
+    find,
+    judge,
+    score,
+    solve_aside,
+    wants,
+)
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import load_plan, save_plan
 from semmoe.settings import AdaptSettings, CoclusterSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Fingerprint, Topology
-from semmoe.traces.trace import open_trace, save_trace
+from semmoe.traces.trace import open_trace
 
 MODEL = Fingerprint(
     model="m", architecture_hash="a", tokenizer_hash="t", num_layers=2, num_experts=4, top_k=2, vocab_size=16
@@ -116,7 +129,7 @@ class Taped:
     def __init__(self, monkeypatch, interrupted_at=None):
         self.now, self.begun, self.ended, self.interrupted_at = 0.0, None, [], interrupted_at
         monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-        monkeypatch.setattr(client, "recorder_control", self)
+        monkeypatch.setattr(client, "recorder", self)
 
     def sleep(self, seconds):
         self.now += seconds
@@ -168,6 +181,7 @@ class Numbers:
     """A server by the numbers that it would show: what each plan's local activation rate is, and what was asked."""
 
     rates: dict[str, float]
+    folder: Path
     serves: str = "old"
     now: float = 0.0
     local: float = 0.0
@@ -213,9 +227,9 @@ def adapter(tmp_path):
         save_plan(new, tmp_path / "found")
         return replace(found_of(0.50, 0.58), path=tmp_path / "found")
 
-    server = Numbers(rates={"old": 0.50, "new": 0.58})
+    server = Numbers(rates={"old": 0.50, "new": 0.58}, folder=tmp_path)
     told = []
-    found = Adapter(server, old, S, tmp_path, solve, told.append, clock=lambda: server.now, sleep=server.sleep)
+    found = Adapter(server, old, S, solve, told.append, clock=lambda: server.now, sleep=server.sleep)
     return found, server, told
 
 
@@ -231,7 +245,7 @@ def test_the_loop_records_solves_swaps_and_stays(adapter):
     assert told[1].why.startswith("the last solve was")
     assert server.asked == ["record 500", "swap to new"]
     assert (found.plan.method, round(found.expected, 6)) == ("new", 0.58)
-    assert list(found.folder.glob("adapt-*")) == [], "what was recorded is removed"
+    assert list(server.folder.glob("adapt-*")) == [], "what was recorded is removed"
 
 
 def test_what_to_expect_of_a_plan_that_does_not_say_it_is_learnt_from_the_first_window(adapter):
@@ -320,8 +334,8 @@ def test_plans_are_solved_on_the_oldest_requests_and_scored_on_the_newest(tmp_pa
     plan, solved, scored = vanilla_plan(whole.fingerprint, TOPOLOGY), [], []
     save_trace(whole, tmp_path / "trace")
     save_plan(plan, tmp_path / "first")
-    monkeypatch.setattr(solving, "solve", lambda seen, *rest, **more: solved.append((seen, more["previous"])) or plan)
-    monkeypatch.setattr(solving, "score", lambda newest, *rest: scored.append(newest) or np.full(1 + PARTS, 0.5))
+    monkeypatch.setattr(adapt, "solve", lambda seen, *rest, **more: solved.append((seen, more["previous"])) or plan)
+    monkeypatch.setattr(adapt, "score", lambda newest, *rest: scored.append(newest) or np.full(1 + PARTS, 0.5))
     find(tmp_path / "trace", tmp_path / "first", tmp_path, 5)
     assert {trace.digest() for trace, _ in solved} == {whole.select(np.arange(70)).digest()}
     assert {trace.digest() for trace in scored} == {whole.select(np.arange(70, 100)).digest()}
@@ -355,7 +369,7 @@ def test_the_process_that_solves_fails_or_ends_in_time(tmp_path, monkeypatch):
     assert found.new[0] > found.old[0]
     with pytest.raises(ValueError, match="no trace"):
         solve_aside(tmp_path / "missing", *job[1:], 0.1)
-    monkeypatch.setattr(solving, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(adapt, "GRACE_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match=r"no plan was found within 0\.03 s"):
         solve_aside(*job, 0.01)
 

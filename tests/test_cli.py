@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from synthetic import make_trace
 from typer.testing import CliRunner
 
+from lab.save import save_trace
 from semmoe.cli import app
 from semmoe.cli.app import install_hint
 from semmoe.cli.demo import MODEL
@@ -25,7 +26,7 @@ from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.io.files import save_json
 from semmoe.placement.methods import METHODS
 from semmoe.plan import load_plan
-from semmoe.traces.trace import open_trace, save_trace
+from semmoe.traces.trace import open_trace
 
 PROMPTS = [f"def function_{i}(argument):\n    return argument + {i} # {'text ' * (i % 5)}\n" for i in range(24)]
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from semmoe.cli import app
 from semmoe.core import PREFILL
 from semmoe.engines.private import open_folder
-from semmoe.live.recorder import control
+from semmoe.live.recorder import files
 from semmoe.live.recorder.files import Status, read_control, refuse, write_status
 from semmoe.live.recorder.memory import Rows
 from semmoe.traces.trace import open_trace
@@ -41,7 +41,7 @@ def refused(result, *words, code=2):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(control, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(files, "SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_what_a_rank_that_is_gone_left_is_kept(folder, tmp_path, monkeypatch):
     recorders[0].close()
     for _ in range(40):
         recorders[1].poll()  # brings to disk what has ended, and is killed then
-    monkeypatch.setattr(control, "GONE_SECONDS", -1.0)
+    monkeypatch.setattr(files, "GONE_SECONDS", -1.0)
     assert "gone" in run("status", folder).output
     result = run("stop", folder, "--out", tmp_path / "trace")
     assert result.exit_code == 0, result.output
@@ -279,7 +279,7 @@ sys.stdin.read()
 
 def test_a_real_process_that_idles(folder, tmp_path, monkeypatch):
     """Nobody polls when the recording is to end: the recorder's own thread sees it."""
-    monkeypatch.setattr(control, "SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(files, "SETTLE_SECONDS", 0.5)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SERVER, str(folder)], env=os.environ, **pipes) as process:
         assert process.stdout.readline() == "ready\n"

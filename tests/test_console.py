@@ -67,7 +67,7 @@ def test_a_pipe_that_both_outputs_share_may_close(trace):
     assert done.returncode == 141
 
 
-@pytest.mark.parametrize("module", ["semmoe.io.console", "semmoe.cli.solve", "semmoe.cli.watch"])
+@pytest.mark.parametrize("module", ["semmoe.io.console", "semmoe.cli.solve", "semmoe.cli.running"])
 def test_an_interrupt_while_commands_are_imported_is_quiet(module):
     interrupt = (
         "import os, signal, sys\n"

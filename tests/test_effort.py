@@ -9,6 +9,7 @@ import pytest
 from test_placement_cocluster import TOPOLOGIES, used_by_all
 from typer.testing import CliRunner
 
+from lab.save import save_trace
 from semmoe.cli import app
 from semmoe.evaluation.forecast import excess_load
 from semmoe.evaluation.replay import replay
@@ -19,7 +20,6 @@ from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, 
 from semmoe.solver import solve
 from semmoe.tokens import predictor
 from semmoe.topology import Topology
-from semmoe.traces.trace import save_trace
 
 TRACE = used_by_all(1, requests=60, longest=30)
 SMALL = CoclusterSettings(starts=3, kept=2, steps=20, batch_tokens=64)

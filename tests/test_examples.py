@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import synthetic
 
+from lab.save import save_trace
 from semmoe.gateway import Scorer
 from semmoe.plan import save_plan
 from semmoe.solver import solve
 from semmoe.topology import Topology
-from semmoe.traces.trace import open_trace, save_trace
+from semmoe.traces.trace import open_trace
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -11,13 +11,13 @@ from synthetic import make_trace
 from test_apply import plan_for
 from typer.testing import CliRunner
 
+from lab.save import save_trace
 from semmoe.cli import app
 from semmoe.cli.demo import MODEL
 from semmoe.cli.options import model_path
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.traces.trace import save_trace
 
 CODE = """
 from pathlib import Path

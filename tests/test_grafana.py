@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import semmoe
-from semmoe.cli import plans
+from semmoe.cli import running
 from semmoe.engines import counters
 
 DASHBOARD = json.loads((Path(semmoe.__file__).parent / "grafana/dashboard.json").read_text())
@@ -30,7 +30,7 @@ def documented() -> dict[str, set[str]]:
     return found
 
 
-DECISIONS = plans.decisions(0)
+DECISIONS = running.decisions(0)
 KNOWN = documented()
 KNOWN |= {DECISIONS.describe()[0].name: set(DECISIONS._labelnames)}
 

@@ -14,11 +14,12 @@ from test_plan import saved
 from typer.testing import CliRunner
 
 from lab.__main__ import app as lab
+from lab.save import save_trace
 from semmoe.cli import app
 from semmoe.cli.demo import MODEL
 from semmoe.io import files
 from semmoe.io.files import atomic_directory, atomic_file, check_output
-from semmoe.traces.trace import open_trace, save_trace
+from semmoe.traces.trace import open_trace
 
 WORK = {  # command, and the function that does its work
     "calibrate": (["calibrate", "tiny"], "semmoe.engines.transformers.calibrate.calibrate"),

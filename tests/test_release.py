@@ -17,8 +17,8 @@ import pytest
 import yaml
 from synthetic import random_trace
 
+from lab.save import save_trace
 from semmoe import __version__
-from semmoe.traces.trace import save_trace
 
 ROOT = Path(__file__).parents[1]
 IGNORED = ("__pycache__", "*.egg-info")

@@ -9,6 +9,7 @@ import pytest
 from synthetic import random_trace
 from typer.testing import CliRunner
 
+from lab.save import save_trace
 from semmoe.cli import app
 from semmoe.costs.links import PhaseLinks, load_links
 from semmoe.costs.timing import LayerShape
@@ -21,7 +22,6 @@ from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings,
 from semmoe.solver import score as score_plans
 from semmoe.solver import solve, solve_methods
 from semmoe.topology import Topology
-from semmoe.traces.trace import save_trace
 
 HOSTILE = "</script><script>alert(1)</script>"
 QUICK = SolveSettings(

@@ -18,11 +18,11 @@ from lab.item import LackingError
 from lab.methods import moetuner
 from lab.readings import readings
 from lab.results import serving_sweep
+from lab.save import save_trace
 from lab.subjects import FIELDS, field_of
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.topology import Topology
-from semmoe.traces.trace import save_trace
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FROM_FILES = [item.name for item in serving.ITEMS]

@@ -12,12 +12,13 @@ from safetensors.numpy import save_file
 from synthetic import random_trace
 from test_plan import saved
 
+from lab.save import save_trace
 from semmoe.checkpoint.directory import read_config
 from semmoe.core import Placement
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.io.bounds import MOST_EXPERTS
 from semmoe.plan import load_plan
-from semmoe.traces.trace import open_trace, save_trace
+from semmoe.traces.trace import open_trace
 
 SIZES = ("vocab_size", "num_layers", "num_experts", "top_k", "num_groups", "hidden_size", "expert_size")
 HUGE = (200_000_000, 10**9, 2**62)

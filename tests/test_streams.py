@@ -12,10 +12,11 @@ from synthetic import make_trace, random_trace
 from test_apply import failed
 from typer.testing import CliRunner
 
+from lab.save import save_trace
 from semmoe.cli import app
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.traces import streams
-from semmoe.traces.trace import TraceHeader, TraceWriter, open_trace, save_trace
+from semmoe.traces.trace import TraceHeader, TraceWriter, open_trace
 
 
 def run(*words):

@@ -10,6 +10,7 @@ from synthetic import make_trace, random_trace
 from test_placement_cocluster import TOPOLOGIES, used_by_all
 from typer.testing import CliRunner
 
+from lab.save import save_trace
 from semmoe.cli import app
 from semmoe.evaluation.replay import replay
 from semmoe.placement.cocluster import keep_slots
@@ -17,7 +18,6 @@ from semmoe.plan import load_plan, save_plan
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import moved_experts, solve
 from semmoe.topology import Topology
-from semmoe.traces.trace import save_trace
 
 TRACE, DRIFTED = used_by_all(1, requests=60, longest=30), used_by_all(2, requests=60, longest=30)
 

@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     arguments = parser.parse_args()
     report = json.loads(arguments.report.read_text())
-    report["held_out_documents"] = {domain: list(names) for domain, names in HELD_OUT.items()}
+    report["held_out_documents"] = HELD_OUT
     (arguments.model / "training.json").write_text(json.dumps(report, indent=1) + "\n")
     (arguments.model / "README.md").write_text(card(report))
 

@@ -228,10 +228,7 @@ class TokenPolicy(Policy, Protocol):
         """
 
 
-class RequestPolicy(Policy, Protocol):
-    """Decides the attention group to which each request goes."""
-
-
+RequestPolicy = Policy  # decides the attention group to which each request goes
 NEVER = 1 << 31  # more rows than a pass can have
 
 # where a table row comes from: the prior, the token's own counts, a neighbour's counts

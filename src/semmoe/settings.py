@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from semmoe.costs.rows import LOCAL_PAIR
-from semmoe.io.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, switch
+from semmoe.io.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, option
 
 SEED = (0, (1 << 32) - 1)
 TOKENS = (1, 1 << 24)  # least and most tokens of a batch
@@ -135,24 +135,16 @@ class PromptSettings(Checked):
 
     limit: int = number(0, 0, 1 << 40, panel="Input", help="Use the first N prompts; 0: all.")
     max_prompt_tokens: int = number(1024, 1, 1 << 24, panel="Input", help="Cut longer prompts to this many tokens.")
-    strict: bool = switch(panel="Input", help="Fail at the first record without a usable prompt; else it is left out.")
+    strict: bool = field(
+        default=False,
+        metadata=option("Fail at the first record without a usable prompt; else it is left out.", panel="Input"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings(PromptSettings):
     max_new_tokens: int = number(0, 0, 1 << 20, panel="Input", help="Greedy tokens to generate and record.")
     batch_size: int = number(16, 1, 1 << 16, panel="Input", help="Requests run together.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrateSettings(Checked):
-    ep_size: int = number(4, 2, MOST_RANKS, panel="Topology", help="Expert-parallel ranks, each a local process.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitSettings(Checked):
-    # plans are scored on the rest
-    profile_share: float = number(0.2, 0.001, 0.999, help="Share of the requests to profile on.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +169,6 @@ class RecordSettings(Checked):
     max_tokens: int = number(
         10_000_000, 1, 1 << 40, panel="Limits", help="Number of tokens after which each rank stops recording."
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopSettings(Checked):
-    """Settings of `semmoe record stop`."""
-
-    timeout: float = number(60.0, 0, 86_400, panel="Limits", help="Seconds to wait for the ranks to stop.")
 
 
 @dataclass(frozen=True, kw_only=True)

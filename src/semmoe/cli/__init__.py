@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-COMMANDS = "online solve replay engine_files serve watch plans picker traces machine report"
+COMMANDS = "online solve replay engine_files serve running picker traces tools"
 
 try:
     from semmoe.cli.app import app
@@ -19,5 +19,8 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run the `semmoe` command."""
-    with console.watched_output():
+    console.watch_outputs()
+    try:
         app()
+    finally:
+        sys.stdout.flush()

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from semmoe import __version__
 from semmoe.cli.form import takes
 from semmoe.io import console
+from semmoe.io.files import NO_ROOM
 from semmoe.traces.routing import RoutingWarning
 
 # Panels of `semmoe --help`.
@@ -58,8 +59,6 @@ class _Group(TyperGroup):
         except ValueError as error:
             _fail(str(error), 2)
         except OSError as error:
-            from semmoe.io.files import NO_ROOM
-
             words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             _fail(words, 1 if error.errno in NO_ROOM else 2)
         except RuntimeError as error:
@@ -105,23 +104,18 @@ def install_hint(extra: str) -> str:
     return f"pip install {'-e ' * editable}{shlex.quote(f'{what}[{extra}]')}"
 
 
-def was_given(ctx: typer.Context, name: str) -> bool:
-    """Whether the user gave an option."""
-    return _as_given(ctx, name) is not None
-
-
 def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:
     """Raise ValueError if the user gave one of the options `names`: no setting is silently ignored.
 
     A name with a point is a setting of --set, or the prefix of several settings, such as "paper.".
     """
-    given = next((flag for name in names if (flag := _as_given(ctx, name))), None)
+    given = next((flag for name in names if (flag := as_given(ctx, name))), None)
     if given is not None:
         raise ValueError(f"{given} has no effect here: {reason}")
 
 
-def _as_given(ctx: typer.Context, name: str) -> str | None:
-    """The option as the user gave it, None if not at all."""
+def as_given(ctx: typer.Context, name: str) -> str | None:
+    """The option as the user gave it; None: not given."""
     if "." in name:
         changed = (change.split("=")[0] for change in ctx.params.get("changes") or ())
         return next((f"--set {setting}" for setting in changed if setting.startswith(name)), None)

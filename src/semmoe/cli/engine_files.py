@@ -4,10 +4,10 @@ import importlib.util
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,24 +19,12 @@ from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, command, refuse_given
 from semmoe.core import Plan
 from semmoe.io import console
-from semmoe.io.bounds import choice
 from semmoe.io.files import atomic_directory, check_output
 from semmoe.topology import Topology
 from semmoe.traces.dataset import LeftOut
 from semmoe.traces.trace import TraceHeader, TraceWriter
 
-CHECKPOINT = "checkpoint"
 PLANNED = ["ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    to: str = choice(
-        CHECKPOINT,
-        (CHECKPOINT, *WRITTEN, *NO_FILE),
-        panel="Output",
-        help=f"checkpoint: experts renumbered, for any engine; or the map that {', '.join(WRITTEN)} reads.",
-    )
 
 
 @command(OFFLINE)
@@ -45,7 +33,10 @@ def apply(
     plan: Annotated[Path, options.argument("A plan directory.")],
     model: Annotated[str, options.model("The model that the plan was made for.")],
     out: Annotated[Path, options.output("The new model directory, or the map's file.")],
-    target: Target,
+    to: Annotated[
+        Literal["checkpoint", "sglang", "ascend", "trtllm", "eplb", "vllm"],
+        options.output("checkpoint: experts renumbered, for any engine; or the map that this engine reads."),
+    ] = "checkpoint",
     as_json: options.Json = False,
 ) -> None:
     """Turn a plan into files that an engine reads by itself.
@@ -59,17 +50,17 @@ def apply(
     from semmoe.plan import load_plan
 
     started = time.perf_counter()
-    if target.to in NO_FILE:
-        raise ValueError(NO_FILE[target.to])
-    whole = target.to == CHECKPOINT
-    if not whole and out.suffix != WRITTEN[target.to].suffixes[0]:
-        raise ValueError(f"{out} must end in {WRITTEN[target.to].suffixes[0]}: the format is recognized by it")
+    if to in NO_FILE:
+        raise ValueError(NO_FILE[to])
+    whole = to == "checkpoint"
+    if not whole and out.suffix != WRITTEN[to].suffixes[0]:
+        raise ValueError(f"{out} must end in {WRITTEN[to].suffixes[0]}: the format is recognized by it")
     check_output(out, directory=whole, inputs=(model, plan))
     loaded = load_plan(plan)
     _check_fingerprint(loaded, Path(model))
-    done = _checkpoint(loaded, plan, Path(model), out) if whole else _engine_file(target.to, loaded, Path(model), out)
+    done = _checkpoint(loaded, plan, Path(model), out) if whole else _engine_file(to, loaded, Path(model), out)
     seconds = round(time.perf_counter() - started, 3)
-    result = {"plan": str(plan), "to": target.to, "out": str(out), **done, "seconds": seconds}
+    result = {"plan": str(plan), "to": to, "out": str(out), **done, "seconds": seconds}
     console.tell(as_json, result, partial(_print_checkpoint if whole else _print_flags, result))
 
 

@@ -1,6 +1,6 @@
 """Build the options of a command from dataclasses: name, type, bounds, default and help of each field.
 
-A field is an option if `number`, `choice` or `switch` made it with a help text, or if its type is annotated with an
+A field is an option if `option` gave it a help text, or if its type is annotated with an
 option or an argument of typer. A nested dataclass adds its own fields.
 """
 

@@ -96,7 +96,7 @@ def _profile_served(
     engine: str, model: str, prompts: list[list[int]], out: Path, asked: ProfileSettings, words: list[str]
 ) -> None:
     """Record prompts with another engine."""
-    from semmoe.live.profiling import profile as profile_served
+    from semmoe.live.client import profile as profile_served
 
     console.note(f"starting {engine}; a large model takes minutes")
     with console.bars() as bars:

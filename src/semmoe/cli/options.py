@@ -12,6 +12,7 @@ import typer
 from semmoe.cli.demo import MODEL
 from semmoe.core import Plan
 from semmoe.costs.links import PhaseLinks, load_links
+from semmoe.engines.private import check_folder
 from semmoe.io.bounds import MOST_RANKS, choice, number
 from semmoe.io.files import read_limited
 from semmoe.live.http import Client, make_client, split_address
@@ -30,7 +31,6 @@ def option(panel: str, help: str, *flags: str, **more: Any) -> Any:
 
 
 method = partial(option, "Method")
-links = partial(option, "Links")
 inputs = partial(option, "Input")
 output = partial(option, "Output")
 
@@ -47,9 +47,7 @@ def model_path(name: str | None) -> str | None:
         return str(MODEL)
     if Path(name).exists():
         raise typer.BadParameter(f"{name} is a file: give the model's directory")
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
-        raise typer.BadParameter(f"{name} does not exist; nothing is downloaded: give a directory")
-    raise typer.BadParameter(f"{name} does not exist: give a directory")
+    raise typer.BadParameter(f"{name} does not exist, and nothing is downloaded: give a directory")
 
 
 model = partial(inputs, callback=model_path)
@@ -67,16 +65,6 @@ Dataset = Annotated[
         "jsonl (ShareGPT, OpenAI chat or batch, prompt); else running text, cut about every 2,000 characters; "
         "gzip too.",
     ),
-]
-LinksOption = Annotated[
-    str | None,
-    links(
-        "What links and experts cost: a file of `semmoe calibrate`, or a shipped one, such as h200-nvlink or "
-        "h200-400g, the defaults on one node and on several.",
-    ),
-]
-DecodeLinksOption = Annotated[
-    str | None, links("The same of decoding, where its all-to-all is another, such as h200-400g-ll.")
 ]
 ranks = partial(number, None, 1, MOST_RANKS, panel=TOPOLOGY)
 
@@ -107,8 +95,17 @@ class GivenTopology:
 class LinksOptions:
     """The links of both phases."""
 
-    links: LinksOption = None
-    decode_links: DecodeLinksOption = None
+    links: Annotated[
+        str | None,
+        option(
+            "Links",
+            "What links and experts cost: a file of `semmoe calibrate`, or a shipped one, such as h200-nvlink or "
+            "h200-400g, the defaults on one node and on several.",
+        ),
+    ] = None
+    decode_links: Annotated[
+        str | None, option("Links", "The same of decoding, where its all-to-all is another, such as h200-400g-ll.")
+    ] = None
 
     def load(self, topology: Topology) -> PhaseLinks:
         """The links given, or the default ones; decoding has those of prefill unless it has its own."""
@@ -146,10 +143,14 @@ class ServerOptions(ClientOptions):
         Path | None, inputs("The server's control folder, if it is not the one that belongs to its port.")
     ] = None
 
-    def find(self) -> tuple[str, Path, Client]:
-        """Address of the server without a path, its control folder, and its client. Raises ValueError."""
+    def served(self) -> Any:
+        """The server as a `Served`, by its address without a path. Raises ValueError."""
+        from semmoe.live.client import Served
+
         client, parts = self.client(), split_address(self.url)
-        return f"{parts.scheme}://{parts.netloc}", self.control or default_folder(parts.port or 80), client
+        folder = self.control or default_folder(parts.port or 80)
+        check_folder(folder)
+        return Served(f"{parts.scheme}://{parts.netloc}", folder, client)
 
 
 def plan_for(model: str, path: Path) -> Plan:

@@ -6,36 +6,30 @@ from typing import Annotated, Any
 
 import typer
 
-from semmoe.cli import options, tables
+from semmoe.cli import options, solve, tables
 from semmoe.cli.app import OFFLINE, command, refuse_given
 from semmoe.cli.form import options_of, with_changes
-from semmoe.cli.solve import (
-    METHOD_NAMES,
-    PhaseCosts,
-    SetOption,
-    phase_costs,
-    refuse_idle,
-    refuse_unscheduled,
-    warn_of_answers,
-)
 from semmoe.core import Plan, RoutingTrace
 from semmoe.evaluation.results import ReplayFile, checked
 from semmoe.io import console
+from semmoe.io.bounds import number
 from semmoe.placement.methods import METHODS, check_applies, obstacle
-from semmoe.settings import ReplaySettings, SolveSettings, SplitSettings
+from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodOptions(options.LinksOptions, SplitSettings):
+class MethodOptions(options.LinksOptions):
     """The methods to replay, and how they solve."""
 
     method: Annotated[
         str | None,
-        options.method(f"One of {METHOD_NAMES}, or all, the default: profile on a share, score on the rest."),
+        options.method(f"One of {solve.METHOD_NAMES}, or all, the default: profile on a share, score on the rest."),
     ] = None
+    # plans are scored on the rest
+    profile_share: float = number(0.2, 0.001, 0.999, help="Share of the requests to profile on.")
     settings: SolveSettings = field(default_factory=SolveSettings)
-    changes: SetOption = None
+    changes: solve.SetOption = None
 
 
 DECIDED = sorted({*options_of(options.GivenTopology), *options_of(MethodOptions)} - {*options_of(ReplaySettings)})
@@ -67,26 +61,23 @@ def replay(
         refuse_given(ctx, ["cocluster.move_cost"], "plans of a replay begin from no other")
         topology = given.resolve(None, options.OFFLINE_RANKS)
         solving = with_changes(solved.settings, solved.changes or [])
-        costs = phase_costs(ctx, solved.load(topology), topology, solving.cocluster)
-        settings |= asdict(topology) | {"profile_share": solved.profile_share} | _described(solving)
+        costs = solve.phase_costs(ctx, solved.load(topology), topology, solving.cocluster)
+        settings |= {
+            **asdict(topology),
+            "profile_share": solved.profile_share,
+            "redundant_experts": solving.redundant_experts,
+            "load_limit": solving.cocluster.load_limit,
+            "remote_rank_cost": solving.cocluster.remote_rank,
+            "remote_node_cost": solving.cocluster.remote_node,
+        }
         chosen = _applicable(solved.method or "all", topology, solving.redundant_experts)
-        refuse_idle(ctx, chosen, topology)
+        solve.refuse_idle(ctx, chosen, topology)
         opened = open_bounded(trace, measure.seed)
         methods = _replay_methods(opened, chosen, topology, measure, solving, solved.profile_share, costs)
-    settings["scheduled_by_answers"] = warn_of_answers(opened, topology)
+    settings["scheduled_by_answers"] = solve.warn_of_answers(opened, topology)
     title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
     found = checked(ReplayFile, {"settings": settings, "methods": methods})
-    console.tell(as_json, found, lambda: tables.print_methods(title, methods))
-
-
-def _described(solving: SolveSettings) -> dict[str, Any]:
-    """The settings of the solved plans in a replay's JSON."""
-    return {
-        "redundant_experts": solving.redundant_experts,
-        "load_limit": solving.cocluster.load_limit,
-        "remote_rank_cost": solving.cocluster.remote_rank,
-        "remote_node_cost": solving.cocluster.remote_node,
-    }
+    console.tell(as_json, found, lambda: console.print_table(title, *tables.metrics(methods)))
 
 
 def _replay_plan(
@@ -99,7 +90,7 @@ def _replay_plan(
     from semmoe.solver import score
 
     plan = load_plan(path)
-    refuse_unscheduled(ctx, start(plan.requests).keeps_ledger)
+    solve.refuse_unscheduled(ctx, start(plan.requests).keeps_ledger)
     settings |= {"plan": str(path), **asdict(plan.topology)}
     profiled = profiled_requests(trace, plan)
     settings |= {"profiled": bool(profiled), "profiled_requests": profiled, "requests": trace.num_requests}
@@ -136,7 +127,7 @@ def _replay_methods(
     measure: ReplaySettings,
     solving: SolveSettings,
     share: float,
-    costs: PhaseCosts | None,
+    costs: solve.PhaseCosts | None,
 ) -> dict[str, dict[str, Any]]:
     from semmoe.solver import score, solve_methods
     from semmoe.traces.split import split

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from semmoe.cli import options, tables
-from semmoe.cli.app import OFFLINE, command, refuse_given, was_given
+from semmoe.cli.app import OFFLINE, as_given, command, refuse_given
 from semmoe.cli.form import with_changes
 from semmoe.core import Plan, RoutingTrace
 from semmoe.costs.links import PhaseLinks
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from semmoe.placement.problem import Problem, Progress
 
 PhaseCosts = tuple[RowCosts, RowCosts]
-EFFORT = ["quick", "thorough", "budget"]
 METHOD_NAMES = ", ".join(METHODS) + ", or a module by its dotted name"
 SetOption = Annotated[
     list[str] | None,
@@ -81,15 +80,14 @@ class ForecastOptions(options.LinksOptions, RunningSettings):
 
         Raises ValueError if widths contradict the trace, or if one is unknown and a share of the time is given.
         """
-        sizes = []
-        for name in ("hidden_size", "expert_size"):
-            given, known = getattr(self, name) or 0, getattr(f, name)
-            if 0 not in (given, known) and given != known:
-                raise ValueError(f"--{name.replace('_', '-')} is {given}, but the trace was profiled with {known}")
-            sizes.append(given or known)
-        if self.share is not None and not all(sizes):
+        widths = {name: getattr(self, name) or getattr(f, name) for name in ("hidden_size", "expert_size")}
+        for name, width in widths.items():
+            if getattr(f, name) not in (0, width):
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} is {width}, but the trace was profiled with {getattr(f, name)}")
+        if self.share is not None and not all(widths.values()):
             raise ValueError("--share needs the widths of the model: give --hidden-size and --expert-size")
-        return LayerShape(hidden_size=sizes[0], expert_size=sizes[1], top_k=f.top_k) if all(sizes) else None
+        return LayerShape(**widths, top_k=f.top_k) if all(widths.values()) else None
 
 
 @command(OFFLINE)
@@ -166,7 +164,7 @@ def phase_costs(
     ctx: typer.Context, links: PhaseLinks, topology: Topology, settings: CoclusterSettings
 ) -> PhaseCosts | None:
     """What the search weighs: rows as the links charge them, or the weight of a row to another node if it is given."""
-    if was_given(ctx, "cocluster.remote_node"):
+    if as_given(ctx, "cocluster.remote_node"):
         refuse_given(ctx, ["decode_links"], "cocluster.remote_node weighs rows in place of what links charge")
         return None
     return links.costs(topology, settings.activation, settings.remote_rank)
@@ -180,9 +178,9 @@ def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tu
         refuse_given(ctx, ["cocluster.move_cost"], "experts move only from a previous plan: give --from")
         return None, solving
     previous = load_plan(begin)
-    if was_given(ctx, "redundant_experts"):
-        return previous, solving
-    return previous, replace(solving, redundant_experts=previous.placement.redundant_experts)
+    if not as_given(ctx, "redundant_experts"):
+        solving = replace(solving, redundant_experts=previous.placement.redundant_experts)
+    return previous, solving
 
 
 def _warn_of_load(plan: Plan, problem: "Problem", measure: ReplaySettings) -> None:
@@ -233,7 +231,7 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
             refuse_given(ctx, ["predictor.", "model"], "with attention dp semmoe reads prompts only")
     if "semmoe" not in methods:
         refuse_given(ctx, ["load_limit", "phase", "cocluster."], f"{names} has its own objective")
-        refuse_given(ctx, EFFORT, f"{names} does not search as semmoe does")
+        refuse_given(ctx, ["quick", "thorough", "budget"], f"{names} does not search as semmoe does")
     if topology.num_nodes == 1:
         refuse_given(ctx, ["cocluster.remote_node"], "all ranks are on one node")
     refuse_unscheduled(ctx, topology.dp_size > 1 and any(m == "semmoe" or find_method(m).needs_groups for m in methods))

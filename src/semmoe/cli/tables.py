@@ -32,13 +32,6 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
     return ["method", *(names[name] for name in present)], rows
 
 
-def print_methods(title: str, methods: dict[str, dict[str, Any]]) -> None:
-    """Print the figures of every method, and how well the tables of plans predict them."""
-    console.print_table(title, *metrics(methods))
-    for name, figures in methods.items():
-        print_prediction(name, figures)
-
-
 def print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> None:
     """Print the figures of a plan on held-out requests beside those of other methods, and the verdict."""
     if expected is None:
@@ -47,7 +40,6 @@ def print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> N
     served = f", {expected['running']} at a time on each rank" if expected["running"] else ""
     title = f"{out}: expected, from {expected['requests']} held-out requests{served}"
     console.print_table(title, *metrics({method: expected, **expected["others"]}))
-    print_prediction(method, {**expected, "layers": []})  # single layers are for the report
     if expected["verdict"] is None:
         return
     least = expected.get("shuffle_from")
@@ -74,27 +66,12 @@ def _print_judged(judged: dict[str, Any], phase: str, tokens: float) -> None:
 
 def print_gain_of_pass(result: dict[str, Any]) -> None:
     """Print the gain of a whole pass, if it is known."""
-    if "end_to_end" not in result:
-        return
-    found = result["end_to_end"]
-    console.say(
-        f"of the {found['share']:.1%} of a pass that all-to-alls take, the plan saves {found['saving']:.1%} on "
-        f"{found['links']}: a pass is {found['gain']:.3f} times as fast, if nothing else of it changes"
-    )
-
-
-def print_prediction(method: str, figures: dict[str, Any]) -> None:
-    """Print one line on how well a plan's own tables predict its LAR, if it has such tables."""
-    if figures["predicted_lar"] is None:
-        return
-    first = figures["layers"][0] if figures.get("layers") else None
-    parts = [f"its tables expect LAR {figures['predicted_lar']:.3f} and it is {figures['lar']:.3f}"]
-    if figures["unknown_token_lar"] is not None:
-        share = figures["unknown_token_share"]
-        parts.append(f"{figures['unknown_token_lar']:.3f} for {share:.1%} of tokens that the profile does not hold")
-    if first:
-        parts.append(f"{first['lar']:.3f} at the first layer, which has no path")
-    console.out.print(f"{method}: {'; '.join(parts)}")
+    if "end_to_end" in result:
+        found = result["end_to_end"]
+        console.say(
+            f"of the {found['share']:.1%} of a pass that all-to-alls take, the plan saves {found['saving']:.1%} on "
+            f"{found['links']}: a pass is {found['gain']:.3f} times as fast, if nothing else of it changes"
+        )
 
 
 def generated(rows: list[dict[str, Any]], with_speed: bool = True) -> tuple[list[str], list[list[str]]]:

@@ -6,12 +6,12 @@ from typing import Annotated
 
 from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, SERVING, add_group
-from semmoe.cli.form import takes
+from semmoe.cli.form import finite, takes
 from semmoe.engines.private import check_folder
 from semmoe.io import console
-from semmoe.live.recorder.control import begin, end, is_gone, name_ranks
-from semmoe.live.recorder.files import CONTROL, Control, Status, read_control, read_statuses
-from semmoe.settings import RecordSettings, StopSettings
+from semmoe.live.recorder import files
+from semmoe.live.recorder.files import CONTROL, Status
+from semmoe.settings import RecordSettings
 
 FolderArgument = Annotated[Path, options.argument("The control folder, which `semmoe serve` prints.")]
 trace_app = add_group("trace", OFFLINE, "Look into traces and join them: info, merge.")
@@ -29,20 +29,20 @@ def start(*, folder: FolderArgument, settings: RecordSettings) -> None:
 
     Example: `semmoe record start FOLDER --sample 0.05`
     """
-    control, ranks = begin(folder, settings)
+    control, ranks = files.begin(folder, settings)
     console.out.print(f"run {control.run} is on for {ranks or 'no'} ranks")
     if ranks == 0:
         console.warn("no server has used this folder yet")
 
 
 @record_app.command()
-@takes
 def stop(
-    *,
     folder: FolderArgument,
     out: Annotated[Path | None, options.output("The trace directory; FOLDER/RUN/trace if not given.")] = None,
     as_json: options.Json = False,
-    settings: StopSettings,
+    timeout: Annotated[
+        float, options.option("Limits", "Seconds to wait for the ranks to stop.", min=0, max=86_400, callback=finite)
+    ] = 60.0,
 ) -> None:
     """End the recording and merge what the ranks wrote into one trace, for `semmoe solve`.
 
@@ -50,9 +50,9 @@ def stop(
 
     Example: `semmoe record stop FOLDER --out trace` and then `semmoe solve trace --ep-size 8 --out plan`
     """
-    ended = end(folder, out, settings.timeout)
+    ended = files.end(folder, out, timeout)
     if ended.gone:
-        console.warn(f"{name_ranks(ended.gone)} recorded and no longer responds: rows not on disk are lost")
+        console.warn(f"{files.name_ranks(ended.gone)} recorded and no longer responds: rows not on disk are lost")
     left_out = f"; {ended.unfinished:,} unfinished requests are left out" if ended.unfinished else ""
     row = {**asdict(ended.merged), "unfinished": ended.unfinished, "run": ended.run}
     console.tell(as_json, row, str(ended.merged) + left_out)
@@ -65,13 +65,17 @@ def status(folder: FolderArgument, as_json: options.Json = False) -> None:
     Example: `semmoe record status FOLDER`
     """
     check_folder(folder)
-    control = read_control(folder) if (folder / CONTROL).exists() else None
-    found = read_statuses(folder)
+    control = files.read_control(folder) if (folder / CONTROL).exists() else None
+    found = files.read_statuses(folder)
     if as_json:
         ranks = [status.model_dump() for status in found]
         console.print_json({"control": control.model_dump() if control else None, "ranks": ranks})
         return
-    console.out.print(_headline(control))
+    if control is None:
+        console.out.print("nothing was ever recorded here")
+    else:
+        limits = f"sample {control.sample:g}, at most {control.max_mb} MB and {control.max_tokens:,} tokens a rank"
+        console.out.print(f"run {control.run} is {'on' if control.recording else 'off'}: {limits}")
     if not found:
         console.out.print("no server has used this folder yet")
         return
@@ -84,17 +88,10 @@ def status(folder: FolderArgument, as_json: options.Json = False) -> None:
 
 
 def _row(s: Status) -> list[str]:
-    state = "gone" if s.state == "recording" and is_gone(s) else s.state
+    state = "gone" if s.state == "recording" and files.is_gone(s) else s.state
     counts = (s.requests, s.tokens, s.unfinished, s.skipped, s.dropped, s.unknown)
     size, cost = console.megabytes(s.bytes_held), console.figure(s.cpu_us_per_token, 2)
     return [str(s.rank), state, *(f"{n:,}" for n in counts), size, cost]
-
-
-def _headline(control: Control | None) -> str:
-    if control is None:
-        return "nothing was ever recorded here"
-    limits = f"sample {control.sample:g}, at most {control.max_mb} MB and {control.max_tokens:,} tokens a rank"
-    return f"run {control.run} is {'on' if control.recording else 'off'}: {limits}"
 
 
 @trace_app.command()

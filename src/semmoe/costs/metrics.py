@@ -48,8 +48,8 @@ class Traffic:
         return Traffic(*(one + more for one, more in both))
 
 
-def no_traffic(num_ranks: int, num_nodes: int = 1) -> Traffic:
-    return layer_traffic(np.zeros((0, 1), np.int64), np.zeros(0, np.int64), num_ranks, num_nodes)
+def no_traffic(num_ranks: int) -> Traffic:
+    return layer_traffic(np.zeros((0, 1), np.int64), np.zeros(0, np.int64), num_ranks)
 
 
 def sum_traffic(parts: Sequence[Traffic]) -> Traffic:

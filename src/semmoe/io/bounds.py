@@ -18,23 +18,18 @@ MOST_TABLE = 1 << 28  # entries of an array of shape (L, E), (L, V) or (L, G, E)
 def number(default: Any, low: float, high: float, **shown: Any) -> Any:
     """A dataclass field whose value lies between `low` and `high`, both included; None is allowed if it is the default.
 
-    default: `...` for none. `Checked` enforces the bounds. shown: arguments of `_option`, for the command line.
+    default: `...` for none. `Checked` enforces the bounds. shown: arguments of `option`, for the command line.
     """
-    metadata = {"low": low, "high": high, **_option(**shown)}
+    metadata = {"low": low, "high": high, **option(**shown)}
     return field(default=MISSING if default is ... else default, metadata=metadata)
 
 
 def choice(default: str | None, names: tuple[str, ...], **shown: Any) -> Any:
     """A dataclass field whose value is one of `names`; None is allowed if it is the default."""
-    return field(default=default, metadata={"choices": names, **_option(**shown)})
+    return field(default=default, metadata={"choices": names, **option(**shown)})
 
 
-def switch(**shown: Any) -> Any:
-    """A dataclass field that is off unless an option turns it on."""
-    return field(default=False, metadata=_option(**shown))
-
-
-def _option(help: str = "", panel: str = "Method", zero_is_none: bool = False) -> dict:
+def option(help: str = "", panel: str = "Method", zero_is_none: bool = False) -> dict:
     """Metadata that makes a field an option of the command line; a field without help text is not an option.
 
     zero_is_none: the option's value 0 means None, that is, unlimited.

@@ -4,8 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
@@ -45,23 +44,14 @@ class Output:
             raise SystemExit(1) from None
 
 
-@contextmanager
-def watched_output() -> Iterator[None]:
-    """End the program with exit code 1 in the block if standard output cannot be written, 141 for a closed pipe."""
+def watch_outputs() -> None:
+    """From now on, end the program with exit code 1 where an output cannot be written, 141 for a closed pipe."""
     if sys.stdout is None:
         err.print("[bold red]error:[/] standard output is closed", soft_wrap=True)
         raise SystemExit(1)
-    kept = sys.stdout, sys.stderr
     sys.stdout = Output(sys.stdout, "standard output")
     if sys.stderr is not None:
         sys.stderr = Output(sys.stderr, "standard error")
-    try:
-        yield
-    finally:
-        try:
-            sys.stdout.flush()
-        finally:
-            sys.stdout, sys.stderr = kept
 
 
 class Bars(Progress):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 MOST_ARRAY_BYTES = 1 << 35  # of a file of arrays, which is read whole; many times the size of a plan or a shard
 MOST_JSON_BYTES = 1 << 27  # of a header, a links file or a record; the largest, of a relabelled model, has some MB
@@ -76,12 +76,9 @@ def _check_inputs(path: Path, inputs: list[Path]) -> None:
     target = path.resolve()
     for one in inputs:
         source = one.resolve()
-        if target == source or (path.exists() and path.samefile(source)):
-            raise ValueError(f"{path} is an input of this command: choose another name")
-        if source in target.parents:
-            raise ValueError(f"{path} is inside {one}, an input of this command: choose another place")
-        if target in source.parents:
-            raise ValueError(f"{path} holds {one}, an input of this command: choose another place")
+        same = path.exists() and path.samefile(source)  # also a hard link
+        if same or target.is_relative_to(source) or source.is_relative_to(target):
+            raise ValueError(f"{path} is, is inside or holds {one}, an input of this command: choose another place")
 
 
 @contextlib.contextmanager
@@ -169,23 +166,26 @@ def load_arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:
     """The arrays of a safetensors file that holds exactly `names`."""
     if path.is_file() and path.stat().st_size > MOST_ARRAY_BYTES:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than {MOST_ARRAY_BYTES:,}")
-    try:
-        arrays = load_file(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that NumPy lacks, such as bfloat16
-        raise ValueError(f"{path} is truncated or damaged ({error})") from None
-    if set(arrays) != names:
-        raise ValueError(f"{path} holds {sorted(arrays)}, expected {sorted(names)}")
-    return arrays
+    with _opened(path) as file:
+        if set(file.keys()) != names:
+            raise ValueError(f"{path} holds {sorted(file.keys())}, expected {sorted(names)}")
+        return {name: np.asarray(file.get_tensor(name)) for name in names}
 
 
 def load_array(path: Path, name: str) -> np.ndarray:
     """One array of a safetensors file, without reading the others."""
+    with _opened(path) as file:
+        return np.asarray(file.get_tensor(name))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="numpy") as file:
-            return np.asarray(file.get_tensor(name))
-    except SafetensorError as error:
+            yield file
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that NumPy lacks, such as bfloat16
         raise ValueError(f"{path} is truncated or damaged ({error})") from None
 
 

@@ -8,11 +8,9 @@ import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.io.bounds import whole_numbers
-from semmoe.io.files import read_object
 from semmoe.topology import Fingerprint
 
 MAX_TRACE_BYTES = 16 << 30  # unpacked; a file is read whole: 4 billion expert ids at int32
-MAX_META_BYTES = 256 << 20  # unpacked; the strings of a vocabulary and examples take some MB
 NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -69,6 +67,7 @@ def _plain_from_fingerprinting(arrays: dict[str, np.ndarray]) -> dict[str, np.nd
         "prompt_ids": np.concatenate(prompts),
         "prompt_offsets": offsets_of(whole_numbers("pos0", first)),
         "phase": np.full(len(arrays["experts"]), DECODE, np.uint8),
+        "vocab_size": np.array(int(tokens.max(initial=0)) + 1),
     }
 
 
@@ -90,7 +89,7 @@ def _from_plain_arrays(arrays: dict[str, np.ndarray], path: Path) -> RoutingTrac
         model=path.name.removesuffix(".npz"),
         architecture_hash="unknown",
         tokenizer_hash="unknown",
-        vocab_size=_size(arrays, "vocab_size", _meta_vocabulary(path) or seen),
+        vocab_size=_size(arrays, "vocab_size", seen),
         num_layers=experts.shape[1],
         num_experts=_size(arrays, "num_experts", int(whole_numbers("expert_ids", experts).max()) + 1),
         top_k=experts.shape[2],
@@ -125,15 +124,3 @@ def _as_int32(name: str, ids: np.ndarray) -> np.ndarray:
     if not np.array_equal(narrow, ids):
         raise ValueError(f"{name} do not fit into 32 bits")
     return narrow
-
-
-def _meta_vocabulary(path: Path) -> int | None:
-    """Vocabulary size from the token strings in `NAME.meta.json.gz` beside `NAME.npz`, if that file exists."""
-    meta = path.with_suffix(".meta.json.gz")
-    if not meta.exists():
-        return None
-    content = read_object(meta, MAX_META_BYTES)
-    try:
-        return len(content["vocab"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{meta} is not a valid meta file ({type(error).__name__}: {error})") from None

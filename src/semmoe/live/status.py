@@ -106,5 +106,5 @@ def serving(folder: Path) -> Plan:
 
 def read_statuses(folder: Path) -> list[SwapStatus]:
     """Those of all ranks of this node."""
-    ranks = sorted(int(path.stem.removeprefix("swap-")) for path in folder.glob("swap-[0-9][0-9][0-9][0-9][0-9].json"))
-    return [read_status(folder, rank) for rank in ranks]
+    paths = sorted(folder.glob("swap-[0-9][0-9][0-9][0-9][0-9].json"))
+    return [read_private(path, SwapStatus) for path in paths]

@@ -280,10 +280,8 @@ def check_fits(new: Plan, old: Plan) -> None:
     copies = new.placement.redundant_experts, old.placement.redundant_experts
     if copies[0] != copies[1]:
         raise ValueError(f"the plan has {copies[0]} redundant experts, and the server was started with {copies[1]}")
-    for what in ("tokens", "requests"):
-        tables = [getattr(plan, what).by_tables for plan in (new, old)]
-        if tables[0] != tables[1]:
-            does = "shuffles" if what == "tokens" else "schedules"
+    for what, does in (("tokens", "shuffles"), ("requests", "schedules")):
+        if getattr(new, what).by_tables != getattr(old, what).by_tables:
             raise ValueError(f"one of the plans {does} {what}, and the other does not")
 
 

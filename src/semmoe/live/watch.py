@@ -12,6 +12,7 @@ from prometheus_client.parser import text_fd_to_metric_families
 from semmoe.engines.counters import GAUGES, PREFIX
 from semmoe.live.http import PLAIN, Client, split_address
 
+METRICS_SECONDS = 10.0  # in which a server answers with its counters
 STALE_SECONDS = 5.0  # counters are published every second
 ENOUGH_PAIRS = 10_000  # (token, expert) pairs; a local activation rate of fewer pairs is too noisy
 Labels = frozenset[tuple[str, str]]
@@ -78,12 +79,12 @@ def look(urls: Sequence[str], time: float, client: Client = PLAIN) -> Look:
     return parse({url: fetch(url, client) for url in urls}, time)
 
 
-def fetch(url: str, client: Client = PLAIN, seconds: float = 10.0) -> str:
+def fetch(url: str, client: Client = PLAIN) -> str:
     """The text of a server's /metrics; bytes of others that are not UTF-8 are replaced. Raises ValueError."""
     parts = split_address(url)
     path = parts.path if parts.path.endswith("/metrics") else parts.path.rstrip("/") + "/metrics"
     try:
-        return client.read(f"{parts.scheme}://{parts.netloc}{path}", seconds).decode(errors="replace")
+        return client.read(f"{parts.scheme}://{parts.netloc}{path}", METRICS_SECONDS).decode(errors="replace")
     except (OSError, HTTPException) as error:
         raise ValueError(f"{url} gives no metrics: {client.reason(error)}") from None
 
@@ -133,6 +134,7 @@ def view(before: Look, after: Look) -> View:
     tokens, sent = _sum(grown, "routed_tokens"), _sum(grown, "all_to_all_bytes")
     served = _by(grown, "served_pairs", "by")
     mean = sum(served.values()) / max(len(served), 1)
+    published = _by(grown, "publications", "process") if seconds > STALE_SECONDS else {}
     plans = sorted({f"{int(n):012x}" for (name, _), n in after.totals.items() if name == "plan_number" and n})
 
     def per_token(count: float) -> float | None:
@@ -159,29 +161,17 @@ def view(before: Look, after: Look) -> View:
         unknown_tokens=int(_sum(grown, "unknown_tokens")),
         schedule_failures=int(_sum(grown, "schedule_failures")),
         degraded=list(_by(after.totals, "degraded", "reason")),
-        stale=_stale(grown, seconds),
+        stale=[process for process, times in published.items() if times == 0],
     )
 
 
 def _sent(grown: Totals, seconds: float) -> list[Sent]:
     """Traffic by pair of nodes, the heaviest first."""
-    of_bytes = _by(grown, "node_bytes", "node", "to_node")
-    pairs = [
-        Sent(
-            source=pair[0],
-            target=pair[1],
-            rows_per_second=count / seconds,
-            bytes_per_second=of_bytes[pair] / seconds if pair in of_bytes else None,
-        )
-        for pair, count in _by(grown, "node_rows", "node", "to_node").items()
-    ]
+    sizes, pairs = _by(grown, "node_bytes", "node", "to_node"), []
+    for (source, target), count in _by(grown, "node_rows", "node", "to_node").items():
+        size = sizes[source, target] / seconds if (source, target) in sizes else None
+        pairs.append(Sent(source=source, target=target, rows_per_second=count / seconds, bytes_per_second=size))
     return sorted(pairs, key=lambda pair: -pair.rows_per_second)
-
-
-def _stale(grown: Totals, seconds: float) -> list[str]:
-    """Processes that have published nothing for longer than STALE_SECONDS."""
-    published = _by(grown, "publications", "process") if seconds > STALE_SECONDS else {}
-    return [process for process, times in published.items() if times == 0]
 
 
 def drift(seen: View, expected: float | None, margin: float) -> str | None:

@@ -71,10 +71,8 @@ class Tally:
         """Warn of tokens that should not be there. Raises ValueError if too many name an expert twice."""
         check_left_out(name, self.left_out, self.left_out + self.tokens)
         if self.left_out:
-            words = (
-                f"{self.left_out:,} tokens name an expert twice in a layer and are left out; {self.tokens:,} are kept"
-            )
-            warnings.warn(f"{name}: {words}", RoutingWarning, stacklevel=2)
+            words = "tokens name an expert twice in a layer and are left out"
+            warnings.warn(f"{name}: {self.left_out:,} {words}; {self.tokens:,} are kept", RoutingWarning, stacklevel=2)
         if self.identical > MIN_IDENTICAL_SHARE * self.tokens:
             share = f"{self.identical:,} of {self.tokens:,} tokens ({self.identical / self.tokens:.0%})"
             words = "have in every layer the experts of another token: are they an engine's warm-up?"

@@ -13,19 +13,10 @@ import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.io.files import atomic_directory, check_output
+from semmoe.traces import trace as store
 from semmoe.traces.affinity import expert_load
 from semmoe.traces.routing import RoutingWarning, Tally
 from semmoe.traces.split import draw_requests
-from semmoe.traces.trace import (
-    TraceWriter,
-    join,
-    num_tokens,
-    open_trace,
-    read_header,
-    read_parts,
-    request_lengths,
-    shard_paths,
-)
 
 MOST_IDS = 1 << 27  # expert ids of a trace that is read whole
 Progress = Callable[[int], None]  # called with the number of routed tokens done since the last call
@@ -50,19 +41,19 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     evenly as possible: the newest requests come from all traces. Raises ValueError if their models differ.
     """
     check_output(out, directory=True, inputs=traces)
-    headers = [read_header(path) for path in traces]
+    headers = [store.read_header(path) for path in traces]
     for path, header in zip(traces, headers, strict=True):
         headers[0].fingerprint.check_same(header.fingerprint, f"{path} is of another model or tokenizer:")
-    with atomic_directory(out, private=True) as staged, TraceWriter(staged, headers[0], private=True) as writer:
+    with atomic_directory(out, private=True) as staged, store.TraceWriter(staged, headers[0], private=True) as writer:
         for _, _, trace, r in heapq.merge(*(_by_age(path, i) for i, path in enumerate(traces))):
             writer.append_one(trace, r)
             progress(int(trace.request_offsets[r + 1] - trace.request_offsets[r]))
-    return Merged(out=str(out), requests=writer.num_requests, tokens=num_tokens(out))
+    return Merged(out=str(out), requests=writer.num_requests, tokens=store.num_tokens(out))
 
 
 def _by_age(path: Path, number: int) -> Iterator[tuple[float, int, RoutingTrace, int]]:
     """Every request of a trace by its place, from 0 to 1."""
-    total = sum(map(len, request_lengths(path)))
+    total = sum(map(len, store.request_lengths(path)))
     done = 0
     for trace in checked_parts(path):
         for r in range(trace.num_requests):
@@ -76,7 +67,7 @@ def checked_parts(path: Path, name: str = "", tally: Tally | None = None) -> Ite
     name: what to call the trace. tally: where its tokens are counted.
     """
     tally = Tally() if tally is None else tally
-    for trace in read_parts(path):
+    for trace in store.read_parts(path):
         tally.add(trace)
         yield trace
     tally.check(name or str(path))
@@ -110,7 +101,7 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
         counts["decode_tokens"] += int((trace.phase == DECODE).sum())
         counts["prompt_tokens"] += len(trace.prompt_ids)
         progress(trace.num_tokens)
-    files = shard_paths(path) if path.is_dir() else [path]
+    files = store.shard_paths(path) if path.is_dir() else [path]
     return {
         **asdict(f),
         **counts,
@@ -125,12 +116,12 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
 
 def sample(path: Path, tokens: int, seed: int) -> RoutingTrace:
     """Random requests of a trace directory with about `tokens` routed tokens, in order; all if there are no more."""
-    lengths = request_lengths(path)
+    lengths = store.request_lengths(path)
     shard_of_request = np.repeat(np.arange(len(lengths)), [len(one) for one in lengths])
     chosen = np.zeros(len(shard_of_request), bool)
     chosen[draw_requests(np.concatenate([np.zeros(0, np.int64), *lengths]), tokens, seed)] = True
     parts = [trace.select(np.flatnonzero(chosen[shard_of_request == i])) for i, trace in enumerate(checked_parts(path))]
-    return join(parts, path)
+    return store.join(parts, path)
 
 
 def open_bounded(path: Path, seed: int = 0) -> RoutingTrace:
@@ -140,9 +131,9 @@ def open_bounded(path: Path, seed: int = 0) -> RoutingTrace:
     """
     tokens = fit = 0
     if path.is_dir():
-        f, tokens = read_header(path).fingerprint, num_tokens(path)
+        f, tokens = store.read_header(path).fingerprint, store.num_tokens(path)
         fit = max(MOST_IDS // (f.num_layers * f.top_k), 1)
-    trace = sample(path, fit, seed) if tokens > fit else open_trace(path)
+    trace = sample(path, fit, seed) if tokens > fit else store.open_trace(path)
     if trace.num_tokens == 0:
         raise ValueError(f"{path} holds no routed token")
     if tokens > fit:

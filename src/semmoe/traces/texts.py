@@ -5,24 +5,13 @@ its training data, not even a paragraph that another file repeats.
 """
 
 import importlib.util
+import json
 import sysconfig
 from pathlib import Path
 
 # Entire modules (paths under the standard library, without suffix) and entire `pydoc_data.topics` entries, by domain.
 # All exist in Python 3.10 to 3.13; those that a slim distribution lacks are skipped.
-NAMES = {
-    "network": "ftplib poplib http/cookiejar socketserver urllib/robotparser wsgiref/handlers xmlrpc/server "
-    "email/message asyncio/streams asyncio/sslproto",
-    "numbers": "fractions statistics colorsys bisect heapq numbers calendar _pydecimal",
-    "text": "textwrap difflib shlex csv json/decoder html/parser configparser xml/dom/minidom gettext string",
-    "system": "zipapp filecmp tempfile shutil selectors concurrent/futures/process cmd timeit multiprocessing/pool "
-    "logging/handlers",
-    "codecs": "encodings/cp437 encodings/cp1251 encodings/mac_greek encodings/koi8_u encodings/iso8859_7 "
-    "encodings/cp1006 encodings/hp_roman8 encodings/cp1140",
-    "reference": "debugger formatstrings string-methods operator-summary execmodel typesmapping import function "
-    "customization lambda try callable-types",
-}
-HELD_OUT: dict[str, tuple[str, ...]] = {domain: tuple(names.split()) for domain, names in NAMES.items()}
+HELD_OUT: dict[str, list[str]] = json.loads(Path(__file__).with_name("held_out.json").read_text(encoding="utf-8"))
 
 
 def stdlib_root() -> Path:

@@ -4,12 +4,13 @@
 written atomically, so an interrupted profile leaves a usable trace to which a later run appends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict
 
 from semmoe.core import DECODE, PER_TOKEN, PREFILL, RoutingTrace
@@ -80,16 +81,13 @@ class TraceWriter:
             self.flush()
 
     def append_run(
-        self,
-        prompt: Sequence[int] | np.ndarray,
-        token_ids: np.ndarray,
-        expert_ids: np.ndarray,
-        positions: np.ndarray | None = None,
+        self, prompt: ArrayLike, token_ids: np.ndarray, expert_ids: np.ndarray, positions: np.ndarray | None = None
     ) -> None:
         """Add a request that an engine ran: (T,) tokens, the prompt's first, their experts and (T,) positions."""
         positions = np.arange(len(token_ids)) if positions is None else positions
-        phase = np.where(positions < len(prompt), PREFILL, DECODE)
-        self.append(prompt_ids=np.array(prompt), token_ids=token_ids, expert_ids=expert_ids, phase=phase)
+        prompt_ids = np.asarray(prompt)
+        phase = np.where(positions < len(prompt_ids), PREFILL, DECODE)
+        self.append(prompt_ids=prompt_ids, token_ids=token_ids, expert_ids=expert_ids, phase=phase)
 
     def append_one(self, trace: RoutingTrace, request: int) -> None:
         """Add one request of `trace`, which must have the same fingerprint."""
@@ -130,16 +128,6 @@ def request_lengths(path: Path) -> list[np.ndarray]:
 def num_tokens(path: Path) -> int:
     """Routed tokens of a trace directory."""
     return sum(int(lengths.sum()) for lengths in request_lengths(path))
-
-
-def save_trace(trace: RoutingTrace, path: Path) -> None:
-    """Write a trace to a new trace directory."""
-    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
-    with TraceWriter(path, header) as writer:
-        if writer.num_requests != 0:
-            raise ValueError(f"{path} already holds a trace")
-        for request in range(trace.num_requests):
-            writer.append_one(trace, request)
 
 
 def open_trace(path: Path | str) -> RoutingTrace:

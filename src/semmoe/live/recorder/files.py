@@ -1,4 +1,4 @@
-"""The files through which the command line and the ranks of a server communicate while routing is recorded.
+"""The control folder, through which the command line begins and ends the recording of a server's routing on its ranks.
 
     FOLDER/control.json            written by `semmoe record`: whether and what to record
     FOLDER/status-00000.json       written by each rank, at most once a second
@@ -8,17 +8,22 @@ Recordings hold users' text, so folders have mode 0700 and files 0600. Whoever c
 all traffic recorded, so a folder or control file that other users can write is refused.
 """
 
+import secrets
+import shutil
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from semmoe.engines.private import open_folder, read_private
-from semmoe.io.files import save_json
+from semmoe.engines.private import check_folder, open_folder, read_private
+from semmoe.io.files import check_output, save_json
 from semmoe.settings import RecordSettings
 
 CONTROL = "control.json"
+GONE_SECONDS = 10.0  # a rank that records writes its status every second
+SETTLE_SECONDS = 0.5  # a rank that has just started reports its status within this time
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Count = Annotated[int, Field(ge=0)]
 
@@ -61,6 +66,16 @@ class Status(BaseModel):
     bytes_held: Count = 0  # rows in memory
     cpu_us_per_token: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # CPU time per token seen
     updated: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The result of a recording."""
+
+    run: str
+    merged: Any  # `streams.Merged`: the trace
+    unfinished: int  # requests that are left out since they had not ended
+    gone: list[Status]  # ranks that no longer respond: their rows not yet on disk are lost
 
 
 def read_control(folder: Path) -> Control:
@@ -106,3 +121,80 @@ def refuse(folder: Path, rank: int, reason: str) -> None:
 
 def rank_folder(folder: Path, run: str, rank: int) -> Path:
     return folder / run / f"rank-{rank:05d}"
+
+
+def begin(folder: Path, settings: RecordSettings) -> tuple[Control, int]:
+    """Tell the ranks to record, with their next forward pass; returns the control and how many ranks there are.
+
+    Raises ValueError if they cannot, or record already.
+    """
+    check_folder(folder)
+    ranks = read_statuses(folder)
+    refused = [status.reason for status in ranks if status.state == "refused"]
+    if refused:
+        raise ValueError(f"this server cannot record: {refused[0]}")
+    try:
+        before = read_control(folder)
+    except ValueError:  # there is none, or a damaged one, which is replaced
+        before = None
+    if before is not None and before.recording:
+        raise ValueError(f"run {before.run} is on: stop it first with semmoe record stop {folder}")
+    run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    control = Control(run=run, recording=True, **asdict(settings))
+    write_control(folder, control)
+    return control, len(ranks)
+
+
+def end(folder: Path, out: Path | None, timeout: float) -> Ended:
+    """End the recording and merge what the ranks wrote into a trace; out: by default in the run's folder."""
+    check_folder(folder)
+    control = read_control(folder)
+    run = folder / control.run
+    target = out or run / "trace"
+    check_output(target, directory=True)
+    write_control(folder, control.model_copy(update={"recording": False}))
+    gone = _wait(folder, control.run, timeout)
+    merged = _merge(run, target)
+    unfinished = sum(status.unfinished for status in of_run(folder, control.run))
+    return Ended(control.run, merged, unfinished, gone)
+
+
+def _merge(run: Path, target: Path) -> Any:
+    """Move the requests of every rank to one trace, so that users' text is not stored twice."""
+    from semmoe.traces.streams import merge
+    from semmoe.traces.trace import shard_paths
+
+    ranks = sorted(run.glob("rank-*"))
+    recorded = [path for path in ranks if shard_paths(path)]
+    if not recorded:
+        raise ValueError(f"{run} holds no request that has ended")
+    merged = merge(recorded, target)
+    for path in ranks:
+        shutil.rmtree(path)
+    return merged
+
+
+def _wait(folder: Path, run: str, timeout: float) -> list[Status]:
+    """Wait until no rank records `run`. Returns ranks that are gone; raises RuntimeError if a live one continues."""
+    deadline = time.monotonic() + timeout
+    time.sleep(SETTLE_SECONDS)
+    while True:
+        busy = [status for status in of_run(folder, run) if status.state == "recording"]
+        late = [status for status in busy if not is_gone(status)]
+        if not late:
+            return busy
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"{name_ranks(late)} still records after {timeout:g} s: run the same command again")
+        time.sleep(0.1)
+
+
+def name_ranks(statuses: list[Status]) -> str:
+    return f"rank {', '.join(str(status.rank) for status in statuses)}"
+
+
+def is_gone(status: Status) -> bool:
+    return time.time() - status.updated > GONE_SECONDS
+
+
+def of_run(folder: Path, run: str) -> list[Status]:
+    return [status for status in read_statuses(folder) if status.run == run]

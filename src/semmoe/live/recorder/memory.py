@@ -38,13 +38,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.slots)
 
-    @property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        return self.slots, self.positions, self.token_ids, self.expert_ids
-
     def where(self, chosen: np.ndarray | slice) -> Rows:
         """The rows selected by a mask (n,), by indices, or by a slice."""
-        return Rows(*(array[chosen] for array in self.arrays))
+        return Rows(*(array[chosen] for array in vars(self).values()))
 
     def known(self, name: str, size: int) -> Rows:
         """The rows whose ids in the array `name` are all from 0 to size - 1."""
@@ -149,7 +145,7 @@ class RowStore:
     def put(self, rows: Rows) -> None:
         assert len(rows) <= self.free
         end = self.used + len(rows)
-        for held, new in zip(self._held.arrays, rows.arrays, strict=True):
+        for held, new in zip(vars(self._held).values(), vars(rows).values(), strict=True):
             held[self.used : end] = new
         self.used = end
 
@@ -169,7 +165,7 @@ class RowStore:
         """Fill the places of rows that are gone with the last rows."""
         self.used -= len(gone)
         last = np.setdiff1d(np.arange(self.used, self.used + len(gone)), gone, assume_unique=True)
-        for held in self._held.arrays:
+        for held in vars(self._held).values():
             held[gone[gone < self.used]] = held[last]
 
 

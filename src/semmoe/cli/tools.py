@@ -1,9 +1,9 @@
-"""The commands calibrate and doctor: the costs of links and experts on this machine, and its engines."""
+"""The commands calibrate, doctor and report: what this machine costs and has, and a page on a plan."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,9 +12,8 @@ from semmoe.cli.app import TOOLS, command, refuse_given
 from semmoe.costs.links import Links
 from semmoe.engines.doctor import ENGINES, EngineState, examine, supported, versions
 from semmoe.io import console
-from semmoe.io.bounds import choice
+from semmoe.io.bounds import MOST_RANKS
 from semmoe.io.files import check_output, save_json
-from semmoe.settings import CalibrateSettings
 
 
 @command(TOOLS)
@@ -26,7 +25,9 @@ def calibrate(
     force: options.Force = False,
     name: Annotated[str, options.output("What to call these links.")] = "this machine",
     as_json: options.Json = False,
-    settings: CalibrateSettings,
+    ep_size: Annotated[
+        int, options.option(options.TOPOLOGY, "Expert-parallel ranks, each a local process.", min=2, max=MOST_RANKS)
+    ] = options.PROCESSES,
 ) -> None:
     """Measure what links and experts cost, with real all-to-alls and the model's own experts.
 
@@ -45,8 +46,7 @@ def calibrate(
         refuse_given(ctx, ["ep_size"], "torchrun decides the ranks")
     if not launched or os.environ["RANK"] == "0":
         check_output(out, force=force, inputs=(model,))
-    ranks = settings.ep_size
-    links = measuring.calibrate_launched(model, name) if launched else measuring.calibrate(model, ranks, name)
+    links = measuring.calibrate_launched(model, name) if launched else measuring.calibrate(model, ep_size, name)
     if links is None:  # another rank of torchrun's has the result
         return
     save_json(out, links)
@@ -65,15 +65,13 @@ def _speeds(links: Links) -> list[list[str]]:
     return [*rows, ["experts of a rank", "", f"{links.experts.teraflops:.3g} Tflop/s"]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    engine: str | None = choice(None, ENGINES, panel="Input", help="Check only this engine, which must be installed.")
-
-
 @command(TOOLS)
 def doctor(
     *,
-    given: Engine,
+    engine: Annotated[
+        Literal["sglang", "vllm", "deepspeed", "transformers"] | None,
+        options.inputs("Check only this engine, which must be installed."),
+    ] = None,
     model: Annotated[str | None, options.model("List the plans that engines serve for this model.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -85,9 +83,9 @@ def doctor(
     Examples: `semmoe doctor` and `semmoe doctor --engine sglang --model MODEL`
     """
     found = versions()
-    chosen = ENGINES if given.engine is None else (given.engine,)
+    chosen = ENGINES if engine is None else (engine,)
     uses = supported(Path(model), chosen) if model else []
-    engines = [examine(name, found[name], needed=given.engine is not None) for name in chosen]
+    engines = [examine(name, found[name], needed=engine is not None) for name in chosen]
     problems = [text for state in engines for text in state.problems]
     if as_json:
         states = {"engines": list(map(asdict, engines)), "supported": uses}
@@ -120,3 +118,60 @@ def _print_engine(state: EngineState) -> None:
 def _say(text: str) -> None:
     """Print plain text, since names in plans and messages of engines may contain markup."""
     console.out.print(console.plain(text))
+
+
+@command(TOOLS)
+def report(
+    directory: Annotated[
+        Path,
+        options.argument(
+            "A plan, or a directory of plans and of what `demo`, `generate` and `replay` wrote.", metavar="DIR"
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        options.output("The page; by default DIR/report.html, beside DIR if it is itself a plan: DIR-report.html."),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Write one HTML page on a plan and its measurements: the verdict, the reasons, and the sources.
+
+    The page needs no network and no other file. A plan alone is enough; in place of missing parts the page names the
+    command that makes them. Files that it cannot use are listed at its end.
+
+    Example: `semmoe report out` after `semmoe demo --out out`
+    """
+    from semmoe.report.gather import is_plan
+    from semmoe.report.page import write
+
+    beside = directory.resolve().with_name(f"{directory.resolve().name}-report.html")
+    page = out or (beside if is_plan(directory) else directory / "report.html")
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory")
+    read = [directory] if is_plan(directory) else [one for one in directory.iterdir() if one.suffix != ".html"]
+    check_output(page, force=True, inputs=read)  # a report is made again from the same directory
+    written = write(directory, page, f"semmoe report {directory}" + (f" --out {out}" if out else ""))
+    console.tell(as_json, _described(written), lambda: _print_report(written))
+
+
+def _print_report(written: Any) -> None:
+    for plan, card in zip(written.inputs.plans, written.cards, strict=True):
+        console.out.print(f"{console.plain(plan.path)}: [bold]{card.badge.lower()}[/]")
+    for entry in written.inputs.left_out:
+        console.warn(f"{entry.path}: {entry.why}", "not used")
+    console.say(f"report: {written.path}")
+
+
+def _described(written: Any) -> dict[str, Any]:
+    inputs = written.inputs
+    verdicts = [
+        {"plan": plan.path, "verdict": card.state, "sentences": card.sentences}
+        for plan, card in zip(inputs.plans, written.cards, strict=True)
+    ]
+    return {
+        "page": str(written.path),
+        "bytes": written.size,
+        "verdicts": verdicts,
+        "sources": [{"file": source.path, "what": source.what} for source in inputs.sources],
+        "left_out": [{"file": entry.path, "why": entry.why} for entry in inputs.left_out],
+    }
