@@ -30,47 +30,47 @@ def test_one_layer_on_nvlink_by_hand():
         return travel + load * 256 * 8 * 6 * 2048 * 768 / 1085e12
 
     vanilla, plan = seconds(256 * remote, 1.2), seconds(256 * remote * 0.8, 1.1) + 5.6e-6
-    assert found["gain"] == pytest.approx(1 - plan / vanilla)
-    assert (found["against"], found["worth_it"]) == ("vanilla", found["gain"] >= timing.WORTH)
+    assert found.gain == pytest.approx(1 - plan / vanilla)
+    assert (found.against, found.worth_it) == ("vanilla", found.gain >= timing.WORTH)
 
 
 def test_attention_tp_competes_with_no_all_to_all_too():
-    tp, dp = payoff(TP, "h200-nvlink", QWEN, 1024), payoff(DP, "h200-nvlink", QWEN, 1024)
-    assert (tp["against"], tp["worth_it"]) == ("expert parallelism without all-to-all", False)
-    assert tp["gain"] <= dp["gain"]
+    assert payoff(TP, "h200-nvlink", QWEN, 1024).against == "expert parallelism without all-to-all"
+    assert not payoff(TP, "h200-nvlink", QWEN, 1024).worth_it
+    assert payoff(TP, "h200-nvlink", QWEN, 1024).gain <= payoff(DP, "h200-nvlink", QWEN, 1024).gain
 
 
 def test_without_an_all_to_all_the_better_balanced_placement_counts():
     """Locality has no effect there, so that vanilla's and the plan's load may be exchanged."""
     uneven, even = (replace(TP, load=load, vanilla_load=other) for load, other in ((2.0, 1.0), (1.0, 2.0)))
     first, second = (payoff(one, "h200-nvlink", DEEPSEEK, 16384) for one in (uneven, even))
-    assert first["against"] == "expert parallelism without all-to-all"
-    assert first["gain"] < second["gain"]
+    assert first.against == "expert parallelism without all-to-all"
+    assert first.gain < second.gain
     worse = payoff(replace(TP, load=2.0, vanilla_load=2.0), "h200-nvlink", DEEPSEEK, 16384)
-    assert worse["against"] == first["against"]
-    assert worse["gain"] > first["gain"]  # the same plan, against a slower rival
+    assert worse.against == first.against
+    assert worse.gain > first.gain  # the same plan, against a slower rival
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_slower_links_and_fewer_remote_ranks_gain_more(model):
-    by_links = [payoff(DP, name, model, 16384)["gain"] for name in ("h200-nvlink", "h200-400g", "h200-100g")]
+    by_links = [payoff(DP, name, model, 16384).gain for name in ("h200-nvlink", "h200-400g", "h200-100g")]
     assert by_links == sorted(by_links)
-    by_share = [payoff(replace(DP, remote_share=share), "pcie5", model, 1024)["gain"] for share in (1.0, 0.8, 0.5)]
+    by_share = [payoff(replace(DP, remote_share=share), "pcie5", model, 1024).gain for share in (1.0, 0.8, 0.5)]
     assert by_share == sorted(by_share)
 
 
 def test_a_plan_that_changes_nothing_costs_what_semmoe_s_own_kernels_take(monkeypatch):
     same = replace(DP, remote_share=1.0, load=1.2)
-    assert all(-0.1 < one["gain"] < 0 and not one["worth_it"] for one in payoffs(same))
+    assert all(-0.1 < one.gain < 0 and not one.worth_it for one in payoffs(same))
     monkeypatch.setattr(timing, "hooks", lambda *args, **named: 0.0)
-    assert all(one["gain"] == pytest.approx(0) and not one["worth_it"] for one in payoffs(same))
+    assert all(one.gain == pytest.approx(0) and not one.worth_it for one in payoffs(same))
 
 
 def test_every_links_model_and_batch_is_there_once():
-    found = {(one["links"], one["model"], one["batch_tokens"]) for one in payoffs(TP)}
+    found = {(one.links, one.model, one.batch_tokens) for one in payoffs(TP)}
     assert len(found) == len(payoffs(TP)) == len(LINKS) * len(MODELS) * len(BATCHES)
 
 
 def test_two_ranks_can_be_two_nodes():
     two = replace(DP, topology=Topology.for_attention("dp", 2))
-    assert payoff(two, "h200-100g", DEEPSEEK, 1024)["gain"] > 0
+    assert payoff(two, "h200-100g", DEEPSEEK, 1024).gain > 0

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from semmoe.costs.rows import LOCAL_PAIR
 from semmoe.io.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, option
 
+LOCAL_PAIR = 0.125  # gain from a (token, expert) pair on the token's own rank, in rows to another rank of the node
 SEED = (0, (1 << 32) - 1)
 TOKENS = (1, 1 << 24)  # least and most tokens of a batch
 SHUFFLE_FROM_HELP = "attention-TP: least rows of a pass whose tokens are shuffled; 0: the plan's own number."

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from semmoe.costs.rows import LOCAL_PAIR, RowCosts, kind_costs
+from semmoe.costs.rows import RowCosts, kind_costs
 from semmoe.io.files import load_json
+from semmoe.settings import LOCAL_PAIR
 from semmoe.topology import Topology
 
 SHIPPED = Path(__file__).parents[1] / "links"

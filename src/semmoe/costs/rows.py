@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from semmoe.core import DECODE
+from semmoe.settings import LOCAL_PAIR
 from semmoe.topology import Topology
 
 KINDS = ("per-rank", "per-node", "per-pair")
-LOCAL_PAIR = 0.125  # gain from a pair on the token's own rank, beside a row that is not sent: no row, less to combine
 
 
 @dataclass(frozen=True)
