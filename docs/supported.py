@@ -1,8 +1,6 @@
-"""Writes the tables of `support.md`, what runs on which engine, from the table by which doctor and serve decide."""
+"""Writes the table of `support.md`, what runs on which engine, from the table by which doctor and serve decide."""
 
-from collections.abc import Iterable, Iterator
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
 
 from blocks import filled
@@ -12,29 +10,40 @@ from semmoe.engines import support
 PAGE = Path(__file__).with_name("support.md")
 TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
 WEIGHTS = "weights"
+NAME = "…"  # in a message that several families share
 
 
 def page() -> str:
-    return filled(PAGE.read_text(encoding="utf-8"), "tables", "\n".join(map(_section, support.FAMILIES)))
+    tried = " and ".join(f"{TITLES[e]} {import_module(f'semmoe.engines.{e}.targets').TRIED}" for e in support.FAMILIES)
+    head = f"## SGLang and vLLM\n\nTried on {tried}.\n\n| family or feature | engine | state | test or message |\n"
+    return filled(PAGE.read_text(encoding="utf-8"), "tables", f"{head}|---|---|---|---|\n" + "".join(_rows()))
 
 
-def _section(engine: str) -> str:
-    version = import_module(f"semmoe.engines.{engine}.targets").TRIED
-    rows = "".join(f"| {what} | {state} | {_cell(note)} |\n" for what, state, note in _joined(support.table(engine)))
-    head = f"## {TITLES[engine]}\n\nTried on {version}.\n\n"
-    return f"{head}| family or feature | state | test or message |\n|---|---|---|\n{rows}"
+def _rows() -> list[str]:
+    """The table's lines: families, features, kinds of weights. Those with the same state and note share a line."""
+    engines, names = {}, {}
+    for engine in support.FAMILIES:
+        for what, state, note in support.table(engine):
+            engines.setdefault((what, state, note.replace(f"/{engine}/", "/*/")), []).append(engine)
+    for (what, state, note), served in engines.items():
+        name, _, parts = what.partition(": ")
+        name, parts = (parts, name) if name == WEIGHTS else (name, parts)
+        names.setdefault((parts, tuple(served), state, note.replace(name, NAME)), []).append(name)
+    ordered = sorted(names.items(), key=lambda item: (item[0][0] == WEIGHTS, not item[0][0]))
+    return [_row(*key, own) for key, own in ordered]
 
 
-def _joined(rows: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
-    """The rows, where consecutive kinds of weights with the same state and note share one."""
-    for (kind, state, note), group in groupby(rows, lambda row: (row[0].partition(": ")[0], *row[1:])):
-        names = [what for what, *_ in group]
-        joined = ", ".join(name.removeprefix(f"{WEIGHTS}: ") for name in names)
-        yield from [(f"{WEIGHTS}: {joined}", state, note)] if kind == WEIGHTS else [(n, state, note) for n in names]
-
-
-def _cell(note: str) -> str:
-    return f"`{note}`" if note.startswith("tests/") else note.replace("|", "\\|")
+def _row(parts: str, engines: tuple[str, ...], state: str, note: str, names: list[str]) -> str:
+    what = ", ".join(names)
+    if parts:
+        what = f"{WEIGHTS}: {what}" if parts == WEIGHTS else f"{what}: {parts}"
+    engine = "both"
+    if len(engines) == 1:
+        engine, note = TITLES[engines[0]], note.replace("/*/", f"/{engines[0]}/")
+    if len(names) == 1:
+        note = note.replace(NAME, names[0])
+    note = f"`{note}`" if note.startswith("tests/") else note.replace("|", "\\|")
+    return f"| {what} | {engine} | {state} | {note} |\n"
 
 
 if __name__ == "__main__":
