@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_767, 350, 50
+TOTAL, FILE, FUNCTION = 24_769, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
@@ -29,7 +29,7 @@ ROOMS = {
     "requests": 640,
     "placement": 2961,
     "paper": 569,
-    "costs": 774,
+    "costs": 775,
     "evaluation": 690,
     "runtime": 2107,
     "checkpoint": 1275,
@@ -37,7 +37,7 @@ ROOMS = {
     "live": 2005,
     "gateway": 349,
     "report": 682,
-    "cli": 2417,
+    "cli": 2418,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -12,7 +12,6 @@ from semmoe.checkpoint.directory import EXPERT_FIELDS, config_count, read_config
 from semmoe.checkpoint.relabel import plan_digest
 from semmoe.core import Plan, RoutingTrace
 from semmoe.costs.links import PhaseLinks, load_links
-from semmoe.costs.payoff import measured, payoffs
 from semmoe.costs.timing import LayerShape
 from semmoe.evaluation.results import DemoFile, checked
 from semmoe.io.console import Bars
@@ -132,6 +131,8 @@ def generate_compared(
 
 def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
     """Where plans with the traffic that was measured here would pay; nowhere on one rank, where nothing travels."""
+    from semmoe.costs.payoff import measured, payoffs
+
     if ep_size == 1:
         return []
     dp, tp = measured("dp", rows[0], rows[1], ep_size), measured("tp", rows[2], rows[3], ep_size)
