@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_298, 350, 50
+TOTAL, FILE, FUNCTION = 24_293, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
@@ -24,7 +24,7 @@ ROOMS = {
     "solver.py": 156,
     "io": 608,
     "numeric": 213,
-    "traces": 1153,
+    "traces": 1152,
     "tokens": 984,
     "requests": 638,
     "placement": 2653,
@@ -37,7 +37,7 @@ ROOMS = {
     "live": 2005,
     "gateway": 349,
     "report": 664,
-    "cli": 2420,
+    "cli": 2416,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.
