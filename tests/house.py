@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_293, 350, 50
+TOTAL, FILE, FUNCTION = 24_291, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
@@ -34,7 +34,7 @@ ROOMS = {
     "runtime": 2107,
     "checkpoint": 1159,
     "engines": 6382,
-    "live": 2005,
+    "live": 2003,
     "gateway": 349,
     "report": 664,
     "cli": 2416,
