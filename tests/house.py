@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_769, 350, 50
+TOTAL, FILE, FUNCTION = 24_763, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
@@ -24,20 +24,20 @@ ROOMS = {
     "solver.py": 156,
     "io": 608,
     "numeric": 213,
-    "traces": 1153,
+    "traces": 1152,
     "tokens": 1008,
     "requests": 640,
     "placement": 2961,
     "paper": 569,
-    "costs": 775,
+    "costs": 776,
     "evaluation": 690,
     "runtime": 2107,
     "checkpoint": 1275,
     "engines": 6348,
-    "live": 2005,
+    "live": 2003,
     "gateway": 349,
     "report": 682,
-    "cli": 2418,
+    "cli": 2414,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -115,18 +115,14 @@ def generate_compared(
     several = f", {runs} configurations" if runs > 1 else ""
     advance = progress.task(f"generating on {ranks} processes{several}", len(prompts) * runs)
     results = generate(model, prompts, configurations, settings, lambda name, done: advance(done))
-    if not verify:
-        unknown = {"identical": None, "identical_text": "not verified"}
-        return [(result.outputs, result.figures() | unknown) for result in results]
-    plain = load_model(model)
-    advance = progress.task("verifying with plain transformers", len(prompts))
-    reference = plain_generate(plain, prompts, settings, advance)
-    found = []
-    for result in results:
-        agreement = compare_outputs(plain, prompts, reference, result.outputs)
-        compared = {"identical": agreement.holds, "identical_text": str(agreement)}
-        found.append((result.outputs, result.figures() | compared))
-    return found
+    compared: list[dict[str, Any]] = [{"identical": None, "identical_text": "not verified"}] * runs
+    if verify:
+        plain = load_model(model)
+        advance = progress.task("verifying with plain transformers", len(prompts))
+        reference = plain_generate(plain, prompts, settings, advance)
+        agreements = [compare_outputs(plain, prompts, reference, result.outputs) for result in results]
+        compared = [{"identical": found.holds, "identical_text": str(found)} for found in agreements]
+    return [(result.outputs, result.figures() | found) for result, found in zip(results, compared, strict=True)]
 
 
 def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:

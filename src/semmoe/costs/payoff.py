@@ -13,7 +13,6 @@ import numpy as np
 
 from semmoe.costs import timing
 from semmoe.costs.links import Links, load_links
-from semmoe.costs.metrics import uniform_remote_ranks
 from semmoe.costs.rows import hops
 from semmoe.topology import Topology
 
@@ -110,6 +109,8 @@ def _predict(
 
 def uniform_rows(kind: str, model: Model, topology: Topology) -> np.ndarray:
     """(G, G) rows per token of each rank that an all-to-all of a kind sends if experts are drawn uniformly."""
+    from semmoe.costs.metrics import uniform_remote_ranks  # its kernels load the compiler, and results are read without
+
     (G, N), (E, K) = (topology.ep_size, topology.num_nodes), (model.num_experts, model.shape.top_k)
     others = 1 - np.eye(G)
     rows = others * uniform_remote_ranks(G, E, K) / (G - 1)

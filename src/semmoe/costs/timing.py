@@ -10,7 +10,7 @@ many rows back):
     layer        dispatch + experts + combine, and with a plan on GPUs what semmoe's own kernels take (`hooks`)
 
 A tier is the inside of a node or the network between nodes. Which rows travel depends on the kind of the all-to-all
-(`rowcosts.hops`). How tiers overlap and how latency grows were chosen on DeepEP's measured tables of one and two nodes
+(`rows.hops`). How tiers overlap and how latency grows were chosen on DeepEP's measured tables of one and two nodes
 and hold on four (tests/test_links.py). `shared` links (processes on one machine) transfer the bytes of all ranks one
 after the other, so their sum counts. Each layer is predicted by itself, because each has its own busiest ranks; the
 mean of layers is reported. With attention TP, a plan also competes with expert parallelism without all-to-all: every

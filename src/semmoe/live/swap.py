@@ -29,7 +29,6 @@ from semmoe.live.canary import by_expert, check_slots, checksums, of_all_slots
 from semmoe.live.status import SwapStatus, plan_name, plan_number, stage, staged, write_status
 
 log = logging.getLogger(__name__)
-WAITING, READY, NO = range(3)
 
 
 class SwapError(RuntimeError):
@@ -65,7 +64,7 @@ class Swapper:
         self.plan, self._experts = plan, experts
         self._group, self._folder = group, folder
         self._next = plan
-        self._vote, self._why = NO, ""  # of this rank, on the plan that it was armed with
+        self._vote: str | None = ""  # on the plan that this rank was armed with: None: not yet; "": ready; else why not
         self._left: list[int] = []  # layers whose experts are still to move
         self._layers_per_step = 0
         size = sum(weight[0].numel() * weight.element_size() for weight in experts.weights(0))
@@ -96,7 +95,7 @@ class Swapper:
     @property
     def ready(self) -> bool:
         """Whether this rank waits for nothing but the next step."""
-        return self._vote != WAITING
+        return self._vote is not None
 
     def arm(self, number: int, layers_per_step: int = 0) -> str:
         """Begin a swap to the staged plan of this number; returns why it cannot be, or "".
@@ -110,7 +109,7 @@ class Swapper:
             rank=before.rank, plan=before.plan, expert_bytes=before.expert_bytes, asked=number, swaps=before.swaps + 1,
             state="preparing",
         )  # fmt: skip
-        self._vote, self._why = WAITING, ""
+        self._vote = None
         self._layers_per_step = layers_per_step
         tell(self._folder, self.status)
         threading.Thread(target=self._prepare, args=(number,), name="semmoe-swap", daemon=True).start()
@@ -123,9 +122,9 @@ class Swapper:
             check_fits(plan, self.plan)
             self._experts.prepare(plan)
             self._next = plan
-            self._vote = READY
+            self._vote = ""
         except Exception as error:  # what one rank cannot do, no rank does
-            self._why, self._vote = _line(error), NO
+            self._vote = _line(error)
 
     def step(self) -> None:
         """Take the next step of a swap, if one is under way. Raises SwapError if the server cannot go on."""
@@ -144,15 +143,14 @@ class Swapper:
 
     def _agreed(self) -> bool:
         """Whether all ranks are ready for the same plan, so that layers move now."""
-        votes = [(self._vote, self.status.asked, self._why)] * dist.get_world_size(self._group)
+        votes = [(self._vote, self.status.asked)] * dist.get_world_size(self._group)
         dist.all_gather_object(votes, votes[0], group=self._group)
-        refusals = [f"rank {rank}: {why}" for rank, (vote, _, why) in enumerate(votes) if vote == NO]
-        numbers = {number for _, number, _ in votes}
-        if len(numbers) > 1:
+        refusals = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(votes) if why]
+        if len({number for _, number in votes}) > 1:
             refusals = ["ranks received different plans"]
         if refusals:
             self._end("refused", refusals[0])
-        if refusals or any(vote == WAITING for vote, _, _ in votes):
+        if refusals or any(vote is None for vote, _ in votes):
             return False
         old, new = (plan.placement.physical_to_logical_map for plan in (self.plan, self._next))
         self._left = np.flatnonzero((old != new).any(axis=1)).tolist()

@@ -61,9 +61,8 @@ class LeftOut:
     def __str__(self) -> str:
         kind = "conversations" if self.conversations == self.records else "records"
         reasons = [f"{reason} ({count})" for reason, count in self.reasons.most_common(MAX_REASONS)]
-        more = ["..."] if len(self.reasons) > MAX_REASONS else []
-        listed = ", ".join(reasons + more)
-        return f"{self.reasons.total()} of {self.records} {kind} left out: {listed}; first: {self.first}"
+        reasons += ["..."] if len(self.reasons) > MAX_REASONS else []
+        return f"{self.reasons.total()} of {self.records} {kind} left out: {', '.join(reasons)}; first: {self.first}"
 
 
 def read_prompts(path: Path, left_out: LeftOut) -> Iterator[Prompt]:
