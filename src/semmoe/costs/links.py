@@ -75,7 +75,7 @@ class Links(BaseModel):
     inside_node: Tier
     between_nodes: Tier | None = None
     pairs: PairSpeeds | None = None  # in place of the tiers' bandwidths: of all pairs of ranks, or of pairs of nodes
-    all_to_all: Literal["per-rank", "per-node", "per-pair"] = "per-rank"  # what it sends: rows.KINDS
+    all_to_all: Literal["per-rank", "per-node", "per-pair"] = "per-rank"  # the rows that it sends: rows.KINDS
     shared: bool = False
     dispatch_bytes_per_value: int = Field(ge=1, le=8)
     combine_bytes_per_value: int = Field(ge=1, le=8)

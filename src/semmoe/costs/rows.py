@@ -109,5 +109,5 @@ def near_and_far(costs: tuple[RowCosts, ...], topology: Topology) -> tuple[float
 
 
 def pair_cost(costs: tuple[RowCosts, ...], topology: Topology) -> float:
-    """The cost of a remote pair alone, which prices of load follow; else dear rows would outweigh any load."""
+    """The cost of a remote pair alone, which prices of load follow; else expensive rows would outweigh any load."""
     return max(near_and_far(costs, topology)) or 1.0  # one rank has no remote pairs

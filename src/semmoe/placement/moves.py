@@ -96,12 +96,11 @@ def _swap_gain(state, tables, prices, top, one, other):
 
 @njit
 def _joins(state, tables, prices):
-    """Return (E, G) what a further copy of each expert gains on each rank with nothing in return, (E, G) the share of
-    its pairs that it takes, and (E, G) what it gains more where the slot's former expert goes to the same primary rank.
-
-    Of the load it has the slope alone, same as `_reaches`.
-    """
-    (E, G), slope, price = tables.add.shape, prices.loads.slope, prices.load_price
+    """Return three tables (E, G) of a further copy of each expert on each rank: its gain with nothing in return, by the
+    slope of the load as in `_reaches`; the share of the expert's pairs that it takes; and the further gain where the
+    slot's former expert goes to the same primary rank."""
+    E, G = tables.add.shape
+    slope, price = prices.loads.slope, prices.load_price
     gains, shares, meets = np.zeros((E, G)), np.zeros((E, G)), np.zeros((E, G))
     for b in range(E if state.slots.size > E else 0):  # without copies nothing asks
         for x in range(G):
@@ -277,7 +276,8 @@ def search_moves(state, scratch, prices, effort, in_time=lambda: True):
     Returns (cost per token without load and moves, mean highest load, moves made).
     """
     start(scratch, effort.seed)
-    tables, fill, moves = make_tables(state), choose_fill(state), 0
+    tables, fill = make_tables(state), choose_fill(state)
+    moves = 0
     for round in range(effort.rounds):  # not compiled: each call of a compiled function from another costs seconds
         if round > 0 and not in_time():
             break

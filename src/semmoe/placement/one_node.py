@@ -73,7 +73,7 @@ def _read(state, u, low, at):
 
 @inlined
 def _clear(state, at, low):
-    """Set to zero again what was counted by rank."""
+    """Set the counts by rank to zero again."""
     for y in at.first:
         for s in range(at.cost.shape[0]):
             at.reached[y, s] = 0.0

@@ -109,7 +109,7 @@ def contribute(state, tables, sets, count, sign):
 
 @inlined
 def take_out(tables, u):
-    """Take what was kept of set u out of the tables."""
+    """Take the changes that are kept of set u out of the tables."""
     for i in range(tables.kept[u]):
         tables.sums[tables.where[u, i]] -= tables.what[u, i]
 

@@ -29,7 +29,7 @@ second is what running requests cost, in shares of a request's pairs: a pass tak
 one more request makes of a group the less likely the more requests run.
 
 Waves. An engine runs at most N (`most_at_once`) requests of a group at once. If one group gets few long requests and
-another many short ones of as much work, the first N of one end sooner, and it decodes while the other reads prompts. A
+another many short ones of as much work, its first N end sooner, and it decodes while the other reads prompts. A
 request's excess is its work beyond the ledger's mean request, in mean requests, and a group's is the sum over its
 requests. A request's value in a group falls by excess_price * its excess * the group's, in full once groups have N
 requests and in proportion before. At a price of .8 twice the mean work then costs .8 of the pairs at an excess of 1.

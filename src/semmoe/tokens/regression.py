@@ -78,7 +78,7 @@ def with_looks(design: Design, trace: RoutingTrace, layer: int, looks: Looks) ->
 
 
 def _one_hot_columns(trace: RoutingTrace, layer: int, looks: Looks, has_previous: np.ndarray) -> tuple[np.ndarray, int]:
-    """The one-hot columns (N, A) of each row, targets last, and the number of those that are features."""
+    """The one-hot columns (N, A) of each row, targets last, and the number of columns of features."""
     K, E = trace.fingerprint.top_k, trace.fingerprint.num_experts
     experts = trace.expert_ids[:, layer].astype(np.int32)
     previous = np.full((len(experts), K), -1, np.int32)
