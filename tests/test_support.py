@@ -44,7 +44,7 @@ def test_a_family_that_no_plan_was_run_on_is_refused_with_a_remedy(engine):
 def test_a_headless_node_of_vllm_is_no_other_load_balancer():
     use = replace(PLAIN, engine="vllm", options=["--headless", "--data-parallel-start-rank", "2"])
     assert check(use) == []
-    for word in ("--data-parallel-external-lb", "-dph", "--data-parallel-rank=1", "-dpn"):
+    for word in ("--data-parallel-external-lb", "-dph", "--data-parallel-rank=1", "-dpn", "--data-parallel-start-rank"):
         assert "semmoe picker" in problems(replace(use, options=["--seed", "1", word]))[0]
         assert problems(replace(use, options=[word], schedules=False)) == []
 

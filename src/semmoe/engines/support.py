@@ -85,6 +85,7 @@ class FeatureRow(CellRow):
     sglang: str | None = None  # options that request it; None: the row is not about this engine
     vllm: str | None = None
     needs: str = ""  # the attribute of `Use` without which the feature does no harm; "" if there is none
+    unless: str = ""  # an option of the engine beside which it does no harm; "" if there is none
 
     @property
     def options(self) -> dict[str, tuple[Option, ...]]:
@@ -206,7 +207,7 @@ def _family(engine: str, config: Mapping[str, Any]) -> Family:
 
 
 def _asked(feature: FeatureRow, use: Use) -> bool:
-    harmless = feature.needs and not getattr(use, feature.needs)
+    harmless = (feature.needs and not getattr(use, feature.needs)) or feature.unless in use.options
     return not harmless and any(_given(option, use.options) for option in feature.options.get(use.engine, ()))
 
 
