@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_763, 350, 50
+TOTAL, FILE, FUNCTION = 24_746, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
@@ -27,13 +27,13 @@ ROOMS = {
     "traces": 1152,
     "tokens": 1008,
     "requests": 640,
-    "placement": 2961,
+    "placement": 2943,
     "paper": 569,
     "costs": 776,
     "evaluation": 690,
     "runtime": 2107,
     "checkpoint": 1275,
-    "engines": 6348,
+    "engines": 6349,
     "live": 2003,
     "gateway": 349,
     "report": 682,

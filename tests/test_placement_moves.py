@@ -24,7 +24,7 @@ from semmoe.placement.homes import index, make_state
 from semmoe.placement.loads import MIXES, draw_mixes, highest, load_gain, make_prices
 from semmoe.placement.moves import PROMOTE, REPLACE, SWAP
 from semmoe.placement.problem import Tokens
-from semmoe.placement.replicas import contribute, make_tables
+from semmoe.placement.replicas import make_tables
 from semmoe.placement.search import Effort, Turn, collect, settle
 from semmoe.topology import Topology
 
@@ -173,7 +173,7 @@ def test_what_is_put_in_can_be_taken_out(topology, redundant, room, seed):
     moves._settle(state, tables, 2, moves.REPLICAS)
     assert (tables.kept >= 0).all() == room
     assert tables.served.sum() == pytest.approx(instance[1].sum() * 3)
-    contribute(state, tables, every, len(every), -1.0)
+    moves.contribute(state, tables, every, len(every), -1.0, moves.REPLICAS)
     assert np.abs(tables.sums).max() < 1e-6
 
 

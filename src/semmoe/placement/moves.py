@@ -11,9 +11,8 @@ import numpy as np
 
 from semmoe.placement.homes import bare, index, inlined, next_near, next_primary, njit
 from semmoe.placement.loads import highest, load_gain
-from semmoe.placement.one_node import contribute as contribute_on_one_node
-from semmoe.placement.replicas import contribute as contribute_any
-from semmoe.placement.replicas import make_tables
+from semmoe.placement.one_node import list_changes as list_on_one_node
+from semmoe.placement.replicas import keep, list_changes, make_tables, take_out
 from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
 from semmoe.placement.swaps import contribute as contribute_swaps
 
@@ -229,13 +228,21 @@ def choose_fill(state):
 
 @njit
 def contribute(state, tables, sets, count, sign, fill):
-    """Add what `sets[:count]` contribute to the tables, or with sign -1 take it out, before the layout changes."""
+    """Add the changes of `sets[:count]` to the tables, or with sign -1 take them out, before the layout changes.
+
+    But for SWAPS, a set's changes are kept, where there is room, so that they need not be listed again to be taken out.
+    """
     if fill == SWAPS:
         contribute_swaps(state, tables, sets, count, sign)
-    elif fill == ONE_NODE:
-        contribute_on_one_node(state, tables, sets, count, sign)
-    else:
-        contribute_any(state, tables, sets, count, sign)
+        return
+    for c in range(count):
+        u = sets[c]
+        if sign < 0 and tables.kept[u] >= 0:
+            take_out(tables, u)
+        elif fill == ONE_NODE:
+            keep(tables, u, list_on_one_node(state, tables, u, tables.at), sign)
+        else:
+            keep(tables, u, list_changes(state, tables, u, tables.at), sign)
 
 
 def _settle(state, tables, price_steps, fill):

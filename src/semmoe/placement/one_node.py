@@ -11,22 +11,11 @@ than arithmetic.
 import numpy as np
 
 from semmoe.placement.homes import bare, charge_on_node, find_lowest, inlined, next_primary
-from semmoe.placement.replicas import keep, note, take_out
+from semmoe.placement.replicas import note
 
 
 @bare
-def contribute(state, tables, sets, count, sign):
-    """Add what `sets[:count]` contribute to the tables, or with sign -1 take it out, before the layout changes."""
-    for c in range(count):
-        u = sets[c]
-        if sign > 0 or tables.kept[u] < 0:
-            keep(tables, u, _list_changes(state, tables, u, tables.at), sign)
-        else:
-            take_out(tables, u)
-
-
-@inlined
-def _list_changes(state, tables, u, at):
+def list_changes(state, tables, u, at):
     """List the entries of `sums` to which set u adds, and the amounts; return their number."""
     G, weight, low = state.price.shape[0], state.weight[u], state.group[u] * state.group_size
     _, add, _, _, _, _, served, at_home, value = tables.begin

@@ -20,7 +20,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from semmoe.placement.homes import bare, charge, clear, find_lowest, inlined, next_near, next_primary, njit, serving
+from semmoe.placement.homes import bare, charge, clear, find_lowest, inlined, next_near, next_primary, serving
 
 MAX_CANDIDATE_HOMES = 4  # of a set
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
@@ -93,20 +93,6 @@ def _make_homes(state) -> Homes:
     )
 
 
-@njit
-def contribute(state, tables, sets, count, sign):
-    """Add what `sets[:count]` contribute to the tables, or with sign -1 take it out, before the layout changes.
-
-    What a set adds is kept, where there is room, so that it need not be computed again to be taken out.
-    """
-    for c in range(count):
-        u = sets[c]
-        if sign > 0 or tables.kept[u] < 0:
-            keep(tables, u, _list_changes(state, tables, u, tables.at), sign)
-        else:
-            take_out(tables, u)
-
-
 @inlined
 def take_out(tables, u):
     """Take the changes that are kept of set u out of the tables."""
@@ -135,7 +121,7 @@ def note(at, n, entry, amount):
 
 
 @bare
-def _list_changes(state, tables, u, at):
+def list_changes(state, tables, u, at):
     """List the entries of `sums` to which set u adds, and the amounts; return their number."""
     (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
     charge(state, u, at.servers, at.cost, at.counts, at.node_counts)
