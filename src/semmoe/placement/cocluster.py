@@ -149,7 +149,7 @@ class _Layers:
         """End the search of a layer."""
         search, sample = self.open[layer]
         follows, in_time = sample.expected is not None and search.problem.redundant > 0, self._in_time()
-        found = self._measure(layer, search.finer(prices, 1 if follows else self.settings.kept, in_time))
+        found = self._measure(layer, search.finer(prices, in_time))
         if follows and found:
             found += [one for price in prices for one in self._followed(layer, found, price, in_time)]
         del self.open[layer]

@@ -26,6 +26,7 @@ ROUGH_TOKENS = 3072  # of a rough search
 # A finer search uses so many tokens per expert, and at most so many, without and with redundant experts; of tokens that
 # hardly repeat each other, at most so many distinct sets.
 FINER_TOKENS, MOST_TOKENS, MOST_SETS = (2048, 128), (1 << 15, 6144), 1 << 14
+LOST = 1.01  # of the best start's total: a start that ends higher is the last
 FINER_STEPS = 0.8  # of the steps of a rough search
 # On one node with copies a search charges a remote pair so much more: it takes each expert from its primary copy, while
 # tokens take copies that need few rows. So the rows that it counts say less of a layout than its pairs.
@@ -133,7 +134,7 @@ class LayerSearch:
         first, steps = load_prices[0], self.problem.settings.steps
         self.found = []
         for layout in self._starts(labels, first, in_time):
-            if not self.found or in_time():
+            if not self.found or (in_time() and not self._has_lost(first)):
                 self.found.append(self._run(self.sample, *layout, first, steps, in_time))
         scale = self.price_scale
         best = sorted(self.found, key=lambda one: one.total(first * scale))[: self.problem.settings.kept]
@@ -141,6 +142,11 @@ class LayerSearch:
             if in_time():
                 self.found.append(self._run(self.sample, one.slots, one.primary, price, steps, in_time))
         return [min(self.found, key=lambda one: one.total(price * scale)) for price in load_prices]
+
+    def _has_lost(self, load_price: float) -> bool:
+        """Return whether the last start ended so high that random ones will, too, which holds without copies alone."""
+        totals = [one.total(load_price * self.price_scale) for one in self.found]
+        return self.problem.redundant == 0 and totals[-1] > LOST * min(totals)
 
     def _starts(self, labels: np.ndarray | None, load_price: float, in_time) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return slots and primaries to begin from."""
@@ -201,17 +207,13 @@ class LayerSearch:
         np.add.at(pairs, (sets.experts, sets.group[:, None].astype(np.int64)), sets.weight[:, None])
         return np.repeat(pairs / size, size, axis=1)
 
-    def finer(self, load_prices: list[float], kept: int, in_time: InTime = lambda: True) -> list[Layout]:
-        """Return layouts found on more tokens, at each price from the best rough ones; in_time: see `rough`.
-
-        kept: how many of the rough ones.
-        """
-        settings = self.problem.settings
-        steps, out = int(FINER_STEPS * settings.steps), []
+    def finer(self, load_prices: list[float], in_time: InTime = lambda: True) -> list[Layout]:
+        """Return layouts found on more tokens, at each price from the best rough one; in_time: see `rough`."""
+        steps, out = int(FINER_STEPS * self.problem.settings.steps), []
         for price in load_prices:
-            for one in sorted(self.found, key=lambda one: one.total(price * self.price_scale))[:kept]:
-                if in_time():
-                    out.append(self._run(self.fine, one.slots, one.primary, price, steps, in_time))
+            if in_time():
+                best = min(self.found, key=lambda one: one.total(price * self.price_scale))
+                out.append(self._run(self.fine, best.slots, best.primary, price, steps, in_time))
         return out
 
     def follow(self, slots: np.ndarray, primary: np.ndarray, tokens: Tokens, load_price: float) -> Layout:

@@ -40,6 +40,7 @@ MAX_COLUMNS = 3000  # most columns of a layer's regression for the path
 # (look-back, ordered planes) to try
 SHAPES = ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 2), (5, 2))
 RIDGES = (10.0, 100.0, 1000.0)
+JUDGED = 256  # most experts whose errors are compared
 
 
 @dataclass(frozen=True)
@@ -66,22 +67,21 @@ class Predictor:
     looks: Looks
     ridge: float
     held_out_error: float  # squared error on held-out requests, relative to that of the mean alone
-    hit_rate: float  # share of the true top-k that is predicted, on the same requests
 
 
 def fit(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> Predictor:
     """Fit every layer on the tokens of `trace` (at most `settings.max_tokens`, whole requests)."""
     sample = _sample(trace, settings.max_tokens, seed)
-    looks, ridge, error, hit_rate = _choose(sample, settings, seed)
+    looks, ridge, error = _choose(sample, settings, seed)
 
     def one(layer: int) -> LayerFit:
         design = design_of(sample, layer, looks, count_tokens(sample, layer), loo=True)
-        normal = products(design, dense_products(design))
-        return LayerFit(ridge_weights(*normal, ridge), design.mean)
+        square, target = products(design, dense_products(design))
+        return LayerFit(ridge_weights(square.astype(np.float64), target, ridge), design.mean)
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         layers = list(pool.map(one, range(trace.fingerprint.num_layers)))
-    return Predictor(layers=layers, looks=looks, ridge=ridge, held_out_error=error, hit_rate=hit_rate)
+    return Predictor(layers=layers, looks=looks, ridge=ridge, held_out_error=error)
 
 
 def _shape(trace: RoutingTrace) -> tuple[int, int]:
@@ -93,13 +93,13 @@ def _sample(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
     return trace.select(draw_requests(np.diff(trace.request_offsets), max_tokens, seed))
 
 
-def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[Looks, float, float, float]:
+def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[Looks, float, float]:
     """Choose what to look at and the ridge by the squared error on a quarter of the requests, at a few layers.
 
-    The fewest rows within `settings.tolerance` of the best error are chosen. Also returns their error and hit rate.
+    The fewest rows within `settings.tolerance` of the best error are chosen. Also returns their error.
     """
     L = trace.fingerprint.num_layers
-    few = Looks(lookback=min(2, L - 1), ordered=0), RIDGES[1], float("nan"), float("nan")
+    few = Looks(lookback=min(2, L - 1), ordered=0), RIDGES[1], float("nan")
     order = np.random.default_rng(seed).permutation(trace.num_requests)
     cut = max(len(order) // 4, 1)
     if len(order) < 2:
@@ -113,11 +113,11 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
     layers = sorted({min(max(L * (2 * i + 1) // 6, deepest), L - 1) for i in range(3)})
     with ThreadPoolExecutor(cpu_count()) as pool:
         totals = np.sum(list(pool.map(lambda layer: _held_out(rest, held, layer, shapes), layers)), axis=0)
-    errors, hits = totals[..., 0] / np.maximum(totals[..., 1], 1e-9), totals[..., 2] / len(layers)
-    for shape, of_ridge, hit in zip(shapes, errors, hits, strict=True):
+    errors = totals[..., 0] / np.maximum(totals[..., 1], 1e-9)
+    for shape, of_ridge in zip(shapes, errors, strict=True):
         i = int(of_ridge.argmin())
         if of_ridge[i] <= errors.min() * (1 + settings.tolerance):
-            return shape, RIDGES[i], float(of_ridge[i]), float(hit[i])
+            return shape, RIDGES[i], float(of_ridge[i])
     raise AssertionError("one of the shapes is the best")
 
 
@@ -132,21 +132,21 @@ def _candidates(trace: RoutingTrace, lookback: int | None) -> list[Looks]:
 
 
 def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[Looks]) -> np.ndarray:
-    """(shapes, ridges, 3): squared error, that of the mean alone, and hit rate on one layer of `held`."""
-    (K, E), counts = _shape(rest), count_tokens(rest, layer)
+    """(shapes, ridges, 2): squared error, and that of the mean alone, on one layer of `held` and some experts."""
+    E, counts = rest.fingerprint.num_experts, count_tokens(rest, layer)
+    judged = np.sort(np.random.default_rng(0).permutation(E)[:JUDGED])
     truth = np.zeros((held.num_tokens, E), np.float32)
     np.put_along_axis(truth, held.expert_ids[:, layer].astype(np.int64), 1, axis=1)
-    out = np.empty((len(shapes), len(RIDGES), 3))
+    truth = truth[:, judged]
+    out = np.empty((len(shapes), len(RIDGES), 2))
     first, tested = (design_of(part, layer, shapes[0], counts, loo=part is rest) for part in (rest, held))
-    of_dense, nothing = dense_products(first), ((first.mean - truth) ** 2).sum()
+    of_dense, nothing = dense_products(first), ((first.mean[judged] - truth) ** 2).sum()
     for s, shape in enumerate(shapes):  # shapes differ in their path alone
         test = with_looks(tested, held, layer, shape)
-        normal = products(with_looks(first, rest, layer, shape), of_dense)
+        square, target = products(with_looks(first, rest, layer, shape), of_dense)
         for i, ridge in enumerate(RIDGES):
-            predicted = apply_weights(test, ridge_weights(*normal, ridge))
-            top = np.argpartition(-predicted, K - 1, axis=1)[:, :K]
-            hits = np.take_along_axis(truth, top, axis=1).mean(dtype=np.float64)
-            out[s, i] = ((predicted - truth) ** 2).sum(), nothing, hits
+            predicted = apply_weights(test, ridge_weights(square, target[:, judged], ridge))
+            out[s, i] = ((predicted - truth) ** 2).sum(), nothing
     return out
 
 

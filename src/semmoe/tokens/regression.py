@@ -13,6 +13,7 @@ from semmoe.numeric.jit import njit
 from semmoe.tokens.kernels import RUNNING_LIMIT, RUNNING_PRIOR
 from semmoe.tokens.slices import Looks
 
+BLOCK = 128  # dense columns that are summed together
 TOKEN_PRIOR = 4.0  # pseudo-occurrences of the layer's shares that are mixed into a token's shares
 
 
@@ -116,8 +117,8 @@ def _running_means(experts, offsets, history, mean):
 
 @njit(nogil=True)
 def _one_hot_products(dense, active, size):
-    """Multiply the one-hot columns with each other (size, size) and with the dense columns (size, 2E)."""
-    both, mixed = np.zeros((size, size)), np.zeros((size, dense.shape[1]))
+    """Multiply the one-hot columns with each other (size, size) and with the dense columns (size, 2E), in float32."""
+    both, mixed = np.zeros((size, size), np.float32), np.zeros((size, dense.shape[1]), np.float32)
     for n in range(active.shape[0]):
         for i in range(active.shape[1]):
             a = active[n, i]
@@ -125,18 +126,27 @@ def _one_hot_products(dense, active, size):
                 for j in range(i, active.shape[1]):
                     if active[n, j] >= 0:
                         both[a, active[n, j]] += 1 if j > i else 0.5  # every pair once, half of it on each side
-                for d in range(dense.shape[1]):
-                    mixed[a, d] += dense[n, d]
+    for first in range(0, dense.shape[1], BLOCK):  # so much of `mixed` stays in a core's cache
+        for n in range(active.shape[0]):
+            row = dense[n, first : first + BLOCK]
+            for a in active[n]:
+                if a >= 0:
+                    sums = mixed[a, first : first + BLOCK]
+                    for d in range(row.shape[0]):
+                        sums[d] += row[d]
     return both + both.T, mixed
 
 
 def dense_products(design: Design) -> np.ndarray:
-    """(2E, 2E) float64: the dense columns times each other."""
-    return (design.dense.T @ design.dense).astype(np.float64)
+    """(2E, 2E) float32: the dense columns times each other."""
+    return design.dense.T @ design.dense
 
 
 def products(design: Design, of_dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """X'X (columns + 2E, square) and X'Y (columns + 2E, E) of a layer's regression; of_dense: its `dense_products`."""
+    """X'X (columns + 2E, square) and X'Y (columns + 2E, E) of a layer's regression; of_dense: its `dense_products`.
+
+    Both are float32.
+    """
     C, E = design.columns, design.num_experts
     both, mixed = _one_hot_products(design.dense, design.active, C + E)
     square = np.block([[both[:C, :C], mixed[:C]], [mixed[:C].T, of_dense]])
@@ -144,7 +154,8 @@ def products(design: Design, of_dense: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def ridge_weights(square: np.ndarray, target: np.ndarray, ridge: float) -> np.ndarray:
-    penalty = np.full(len(square), ridge)
+    """Return the weights (columns + 2E, E) of a ridge regression, in the type of `square`."""
+    penalty = np.full(len(square), ridge, square.dtype)
     penalty[0] = 1e-3  # the intercept is free
     return linalg.solve(square + np.diag(penalty), target, assume_a="pos")
 
