@@ -116,6 +116,7 @@ def build(architecture: str, folder: Path, **changes: object) -> str:
             setattr(config, name, value)
         model = transformers.AutoModelForCausalLM.from_config(config)
         fill_tables(model)
+        fill_routers(model)
         model.save_pretrained(path)
         load_tokenizer(str(MODEL)).save_pretrained(path)
         config_file = path / "config.json"
@@ -131,3 +132,10 @@ def fill_tables(model: torch.nn.Module) -> None:
         if name.endswith("tid2eid"):
             experts = int(model.config.n_routed_experts)
             table.copy_(torch.rand(len(table), experts).argsort(dim=1)[:, : table.shape[1]])
+
+
+def fill_routers(model: torch.nn.Module) -> None:
+    """Random weights in routers that a new model has all zero, as ERNIE's: all tokens would choose the same experts."""
+    for name, weight in model.named_parameters():
+        if name.endswith("gate.weight") and not weight.any():
+            torch.nn.init.normal_(weight, std=model.config.initializer_range)

@@ -21,7 +21,7 @@ ALWAYS = {("mixtral", "tp2", 2), ("gpt_oss", "tp2", 2)}
 CASES = [
     pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.families)
     for case in ((f, a, c) for f in (*FAMILIES, *IN_ATTENTION_DP) for a in ("tp2", "dp2") for c in (0, 2))
-    if case[0] in FAMILIES or (case[1] == "dp2" and case[::2] != ("ernie4_5_moe", 2))
+    if case[0] in FAMILIES or case[1] == "dp2"
 ]
 
 
