@@ -16,7 +16,20 @@ NAME = "…"  # in a message that several families share
 def page() -> str:
     tried = " and ".join(f"{TITLES[e]} {import_module(f'semmoe.engines.{e}.targets').TRIED}" for e in support.FAMILIES)
     head = f"## SGLang and vLLM\n\nTried on {tried}.\n\n| family or feature | engine | state | test or message |\n"
-    return filled(PAGE.read_text(encoding="utf-8"), "tables", f"{head}|---|---|---|---|\n" + "".join(_rows()))
+    architectures = "\n| architectures | engine | state | test or message |\n|---|---|---|---|\n" + "".join(
+        _architectures()
+    )
+    text = f"{head}|---|---|---|---|\n" + "".join(_rows()) + architectures
+    return filled(PAGE.read_text(encoding="utf-8"), "tables", text)
+
+
+def _architectures() -> list[str]:
+    """The lines of a table of each engine's classes that can hold experts, by state and note."""
+    groups: dict[tuple[str, support.Cell], list[str]] = {}
+    for engine, cells in support.ARCHITECTURES.items():
+        for name, cell in cells.items():
+            groups.setdefault((engine, cell), []).append(f"`{name}`")
+    return [_row("", (engine,), cell.state.value, cell.note, names) for (engine, cell), names in groups.items()]
 
 
 def _rows() -> list[str]:

@@ -99,6 +99,17 @@ CONFIGS = {
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_local_experts=8, intermediate_size=48,
         residual_multiplier=0.5,
     ),
+    "granitemoeshared": lambda: transformers.GraniteMoeSharedConfig(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_local_experts=8, intermediate_size=48,
+        shared_intermediate_size=32,
+    ),
+    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_experts=8, intermediate_size=64,
+        moe_intermediate_size=32, num_dense_layers=1, layer_types=["full_attention"] * 3,
+    ),
+    "flex_olmo": lambda: transformers.FlexOlmoConfig(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_experts=8, intermediate_size=48,
+    ),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_experts=8, moe_intermediate_size=32,
         intermediate_size=64, shared_expert_intermediate_size=48,

@@ -32,13 +32,30 @@ def test_an_unknown_family_is_refused_by_name(engine, config):
 
 
 @pytest.mark.parametrize("engine", FAMILIES)
-def test_a_family_that_no_plan_was_run_on_is_refused_with_a_remedy(engine):
-    for dp_size in (1, 2):
-        use = replace(
-            PLAIN, engine=engine, config={"model_type": "deepseek_v4"}, topology=Topology(ep_size=2, dp_size=dp_size)
-        )
-        assert {line.split(" ")[0] for line in problems(use)} == {"DeepSeek-V4"}
-        assert all("semmoe apply" in line for line in problems(use))
+def test_a_family_that_no_plan_was_run_on_may_prove_itself_in_attention_dp(engine):
+    config = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
+    use = replace(PLAIN, engine=engine, config=config, topology=Topology(ep_size=2, dp_size=2), shuffles=False)
+    (refusal,) = problems(use)
+    assert "--untried" in refusal
+    (caution,) = check(replace(use, untried=True))
+    assert "the server ends unless it proves" in caution
+    for other in ({"topology": Topology(ep_size=2)}, {"topology": Topology(ep_size=4, dp_size=2)}, {"shuffles": True}):
+        (refusal,) = problems(replace(use, untried=True, **other))
+        assert "solve a plan for attention dp" in refusal
+
+
+def test_an_architecture_that_an_engine_cannot_serve_is_refused_even_untried():
+    config = {"model_type": "cohere2_moe", "architectures": ["Cohere2MoeForCausalLM"]}
+    use = replace(PLAIN, config=config, topology=Topology(ep_size=2, dp_size=2), shuffles=False, untried=True)
+    assert "has no boundaries" in problems(use)[0]
+    assert problems(replace(use, engine="vllm")) == []
+
+
+def test_architectures_are_named_once_and_refusals_have_a_remedy():
+    for engine in FAMILIES:
+        named = [name for row in support._SUPPORT.architectures for name in row.names(engine)]
+        assert sorted(named) == sorted(support.ARCHITECTURES[engine])
+    assert all(": give" in row.note for row in support._SUPPORT.architectures if row.state == "refused")
 
 
 def test_a_headless_node_of_vllm_is_no_other_load_balancer():

@@ -157,6 +157,9 @@ class ServeSettings(Checked):
         "plan", ("plan", "off"), help="attention-TP: whether the plan shuffles tokens to ranks at every layer."
     )
     shuffle_from: int = number(0, 0, 1 << 30, help=SHUFFLE_FROM_HELP)
+    untried: bool = field(
+        default=False, metadata=option("Serve a family that no test has run, if it proves itself at start.")
+    )
     port: int = number(30000, 1, 65_535, panel="Output", help="Port to listen on.")
 
 

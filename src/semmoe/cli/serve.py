@@ -64,6 +64,7 @@ def serve(
         shuffle=asked.shuffle,
         shuffle_from=str(asked.shuffle_from or ""),
         control=str(folder),
+        untried="1" if asked.untried else "",
     )
     launch = importlib.import_module(f"semmoe.engines.{asked.engine}.launch")
     if not dry_run:
@@ -111,7 +112,9 @@ def _check(model: str, plan: Plan | None, topology: Topology, asked: ServeSettin
         physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)
         return
     config = read_config(Path(model))
-    use = support.use_of(asked.engine, config, plan, shuffles=shuffles, schedules=schedules, options=words)
+    use = support.use_of(
+        asked.engine, config, plan, shuffles=shuffles, schedules=schedules, options=words, untried=asked.untried
+    )
     for caution in support.check(use):
         console.warn(caution)
 

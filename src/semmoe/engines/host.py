@@ -59,14 +59,21 @@ class Host:
         """The places that this rank hooks, each with the function that replaces it."""
         raise NotImplementedError
 
-    def _guard(self, attach: Callable[[], None]) -> None:
-        """Attach the parts; where one does not fit, report the reason, and let the engine end."""
+    def _guard(self, step: Callable[[], Any]) -> Any:
+        """Load the model or attach the parts; where one does not fit, report the reason, and let the engine end."""
         try:
-            attach()
+            return step()
         except ValueError as error:
             log.critical("semmoe: %s; %s does not start", error, self.ENGINE)
             supervisor.report(self._settings.folder, str(error))
             raise
+
+    def _judge(self, verdict: str) -> None:
+        """Take a verdict on the first pass, "" if it is good: a family that was never run must have a good one."""
+        if verdict and self._settings.untried:
+            supervisor.report(self._settings.folder, f"this family of models does not prove itself: {verdict}")
+            raise RuntimeError(verdict)
+        self._degrade(verdict)
 
     def _without_experts(self, model: Any) -> None:
         """Do nothing for a model without experts that semmoe knows."""
@@ -175,6 +182,8 @@ class OnPlan(Host):
 
         model: its path or name.
         """
+        if self._settings.untried and running.attn_tp_size > 1:
+            raise ValueError("families that were never run prove themselves in attention-DP alone: solve a plan for it")
         check_plan(self.plan, self.ENGINE, running, config, *sizes)
         if self._rank == 0:
             check_identity(self.plan, model)
@@ -195,7 +204,7 @@ def check_plan(plan: Plan, engine: str, running: Topology, config: Any, num_laye
     found = {
         "MoE layers": (num_layers, f.num_layers),
         "vocabulary entries": (config.vocab_size, f.vocab_size),
-        "experts chosen per token": (config.num_experts_per_tok, f.top_k),
+        "experts chosen per token": (getattr(config, "num_experts_per_tok", f.top_k), f.top_k),
         "hidden width": (config.hidden_size, f.hidden_size or config.hidden_size),
         "physical experts": (physical, plan.placement.physical_to_logical_map.shape[1]),
     }

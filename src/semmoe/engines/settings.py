@@ -21,6 +21,7 @@ class PluginSettings:
     shuffle: str = "plan"  # "plan" or "off": whether tokens of attention-TP groups are shuffled
     shuffle_from: str = ""  # least rows of a pass whose tokens are shuffled; empty: the plan's own number
     control: str = ""  # a folder for activity files and `semmoe record`
+    untried: str = ""  # 1: the model's family was never run on a plan; the server proves that it follows the plan
     record: str = ""  # 1: routing can be recorded in CUDA graphs too, at the cost of a copy a layer in every pass
 
     def __post_init__(self) -> None:
@@ -31,6 +32,7 @@ class PluginSettings:
         if self.shuffle not in ("plan", "off"):
             raise ValueError(f"SEMMOE_SHUFFLE must be plan or off, not {self.shuffle!r}")
         check_switch("RECORD", self.record)
+        check_switch("UNTRIED", self.untried)
 
     def served(self, plan: Plan) -> Plan:
         """Return the plan that is served: `plan`, with `shuffle_from` replaced if the settings give it."""

@@ -19,6 +19,7 @@ from semmoe.topology import Topology
 
 ENGINES = ("sglang", "vllm")
 INSTEAD = "give the engine a checkpoint made by `semmoe apply`, without --plan"
+PROVE = "give --untried with a plan for attention dp, so that the server proves itself at start"
 # How a plan runs on one engine with one family of models: experts placed by the plan under attention-DP and under
 # attention-TP (hybrid needs both), redundant experts, and tokens shuffled by the plan. Some families have one cell.
 PARTS = {
@@ -33,6 +34,7 @@ PARTS = {
 class State(str, Enum):
     works = "works, by a test"
     reading = "works by reading, not run"
+    proof = "with --untried, if it proves itself at start"
     refused = "refused"
 
 
@@ -61,6 +63,7 @@ class Row(BaseModel):
 class FamilyRow(Row):
     name: str
     test: str = ""  # of the parts that are not refused
+    only: str = ""  # the one engine on which the family was run; "": on all
     refused: dict[str, dict[str, str]] = {}  # by engine and part: why, and what to do instead
 
     def cells(self, engine: str) -> Family:
@@ -71,7 +74,7 @@ class FamilyRow(Row):
 
 
 class CellRow(Row):
-    state: Literal["works", "reading", "refused"]
+    state: Literal["works", "reading", "proof", "refused"]
     note: str
 
     def cell(self, engine: str) -> Cell:
@@ -105,9 +108,20 @@ class QuantisationRow(Row):
     vllm: CellRow
 
 
+class ArchitectureRow(CellRow):
+    """Classes of an engine that can hold experts: by engine, the words of `architectures` in config.json."""
+
+    sglang: str = ""
+    vllm: str = ""
+
+    def names(self, engine: str) -> list[str]:
+        return str(getattr(self, engine)).split()
+
+
 class Support(Row):
     decided: dict[str, str]  # by engine, its options that a plan decides
     families: dict[str, FamilyRow]  # by the model_type of config.json
+    architectures: list[ArchitectureRow]  # all of each engine
     features: list[FeatureRow]
     quantisation: list[QuantisationRow]
 
@@ -124,7 +138,14 @@ def _option(text: str) -> Option:
 
 _SUPPORT = load_json(Path(__file__).with_name("support.json"), Support)
 NAMES = {kind: row.name for kind, row in _SUPPORT.families.items()}
-FAMILIES = {engine: {kind: row.cells(engine) for kind, row in _SUPPORT.families.items()} for engine in ENGINES}
+FAMILIES = {
+    engine: {kind: row.cells(engine) for kind, row in _SUPPORT.families.items() if row.only in ("", engine)}
+    for engine in ENGINES
+}
+ARCHITECTURES = {
+    engine: {name: row.cell(engine) for row in _SUPPORT.architectures for name in row.names(engine)}
+    for engine in ENGINES
+}
 FEATURES = _SUPPORT.features
 DECIDED = {engine: set(words.split()) for engine, words in _SUPPORT.decided.items()}
 QUANTISATION = {
@@ -145,6 +166,7 @@ class Use:
     shuffles: bool  # tokens are shuffled by the plan
     schedules: bool  # requests are scheduled by the plan
     options: Sequence[str]  # the engine's own options, as words
+    untried: bool = False  # a family that was never run may prove itself at start
 
 
 def use_of(
@@ -155,6 +177,7 @@ def use_of(
     shuffles: bool = True,
     schedules: bool = True,
     options: Sequence[str] = (),
+    untried: bool = False,
 ) -> Use:
     """What serving `plan` requires; shuffles, schedules: whether tokens and requests follow the plan."""
     return Use(
@@ -165,6 +188,7 @@ def use_of(
         shuffles=shuffles and plan.tokens.by_tables,
         schedules=schedules and plan.requests.by_tables,
         options=options,
+        untried=untried,
     )
 
 
@@ -193,17 +217,27 @@ def _cells(use: Use) -> list[Cell]:
         "copies": use.redundant > 0,
         "shuffle": use.shuffles,
     }
-    cells = [cell for part, cell in _family(use.engine, use.config).items() if parts[part]]
+    cells = [cell for part, cell in _family(use.engine, use.config, use.untried).items() if parts[part]]
     cells += [feature.cells[use.engine] for feature in FEATURES if _asked(feature, use)]
     return list(dict.fromkeys(cells + _quantisation(use.engine, use.config)))
 
 
-def _family(engine: str, config: Mapping[str, Any]) -> Family:
-    """The cells of a model's family by part; one cell for any plan if the family is unknown."""
+def _family(engine: str, config: Mapping[str, Any], untried: bool = False) -> Family:
+    """The cells of a model's family by part; untried: of a family that was never run, those of its proof at start."""
     kind = str(config.get("model_type"))
-    known = ", ".join(sorted(map(NAMES.__getitem__, FAMILIES[engine])))
-    why = f"no plan is served for models of type {kind!r} on {engine} (known: {known}): {INSTEAD}"
-    return FAMILIES[engine].get(kind, {"any": Cell(State.refused, why)})
+    if kind in FAMILIES[engine]:
+        return FAMILIES[engine][kind]
+    names = config.get("architectures")
+    known = ARCHITECTURES[engine].get(str(names[0])) if isinstance(names, list) and names else None
+    if known is not None and known.state is State.refused:
+        return {"any": known}
+    who = f"models of type {kind!r} were never run on a plan on {engine}"
+    if not untried:
+        others = ", ".join(sorted(map(NAMES.__getitem__, FAMILIES[engine])))
+        return {"any": Cell(State.refused, f"{who} (these were: {others}): {PROVE}, or {INSTEAD}")}
+    elsewhere = Cell(State.refused, f"{who}, and prove themselves in attention-DP alone: solve a plan for attention dp")
+    proof = f"{who}: the server ends unless it proves, while it loads and in its first pass, that the plan is followed"
+    return {"any": Cell(State.reading, proof), "tp": elsewhere, "shuffle": elsewhere}
 
 
 def _asked(feature: FeatureRow, use: Use) -> bool:

@@ -53,10 +53,10 @@ def by_expert(found: Tensor, experts: np.ndarray, num_experts: int) -> Tensor:
     return out
 
 
-def check_slots(found: Tensor, expected: Tensor, experts: np.ndarray) -> None:
-    """Raise ValueError unless slots with checksums `found` hold `experts`; expected: `by_expert` before the move."""
+def check_slots(found: Tensor, expected: Tensor, experts: np.ndarray, than: str = "those before the move") -> None:
+    """Raise ValueError unless slots with checksums `found` hold `experts`; expected: `by_expert` of `than`."""
     slots = torch.from_numpy(experts.astype(np.int64))
-    _compare(found, expected[slots], experts, "differ from those before the move")
+    _compare(found, expected[slots], experts, f"differ from {than}")
 
 
 def _compare(found: Tensor, expected: Tensor, experts: np.ndarray, what: str) -> None:

@@ -51,12 +51,13 @@ def completed(batches: list[list[list[int]]], *where: Any, **how: Any) -> list[l
 
 def on_engine(
     work: Callable[[Offline], Out], model: str, topology: Topology, folder: Path, plan: str = "",
-    options: tuple[str, ...] = (), fresh: bool = False, **settings: str,
+    options: tuple[str, ...] = (), fresh: bool = False, spoil: Callable[[], None] | None = None, **settings: str,
 ) -> Out:  # fmt: skip
     """What `work`, which can be pickled, returns for an engine.
 
     The engine has an all-to-all over gloo, by default in all passes; counters, `semmoe record` and what its processes
     say, in log.txt, are in `folder`. fresh: it imports SGLang by itself, which looks for `deep_ep` at its import.
+    spoil: called in the process from which the engine's are forked.
     """
     os.makedirs(folder, mode=0o700, exist_ok=True)
     log = folder / "log.txt"
@@ -64,7 +65,7 @@ def on_engine(
     context = multiprocessing.get_context("spawn") if fresh else FORKED
     here, there = context.Pipe()
     options = ("--port", str(free_port()), *options)  # the first of several that it takes
-    opened = functools.partial(_engine, model, topology, folder, plan, options, settings)
+    opened = functools.partial(_engine, model, topology, folder, plan, options, settings, spoil)
     process = context.Process(target=_run, args=(there, work, opened, log, dict(os.environ)))
     process.start()
     there.close()
@@ -100,8 +101,9 @@ def _run(pipe: Any, work: Callable[[Offline], Any], opened: Any, log: Path, vari
 
 @contextmanager
 def _engine(
-    model: str, topology: Topology, folder: Path, plan: str, options: tuple[str, ...], settings: dict[str, str]
-) -> Iterator[Offline]:
+    model: str, topology: Topology, folder: Path, plan: str, options: tuple[str, ...], settings: dict[str, str],
+    spoil: Callable[[], None] | None,
+) -> Iterator[Offline]:  # fmt: skip
     given = PluginSettings(plan=plan, control=str(folder), **settings)
     location, redundant = None, 0
     if plan:
@@ -112,6 +114,8 @@ def _engine(
     from sglang import Engine
     from sglang.srt.server_args import prepare_server_args
 
+    if spoil:
+        spoil()
     words = ["--model-path", model, "--random-seed", "0", "--log-level", "warning", *words]
     engine = Engine(server_args=prepare_server_args(words))
     try:

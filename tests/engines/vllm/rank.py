@@ -19,6 +19,9 @@ def run(job: dict[str, Any], variables: dict[str, str], folder: str) -> None:
         os.dup2(log, stream.fileno())
     if job.get("loads_only"):
         _stop_once_loaded(Path(folder, "experts.safetensors"))
+    spoil = {"weights": _weights_elsewhere, "router": _unseen_router}.get(job.get("fault", ""))
+    if spoil:
+        spoil()
     engine = LLM(
         model=job["model"], enable_expert_parallel=True, enforce_eager=True, max_model_len=2048, max_num_seqs=16,
         max_num_batched_tokens=128, gpu_memory_utilization=0.1, block_size=32, **_attention(job["model"]),
@@ -70,6 +73,28 @@ def _stop_once_loaded(path: Path) -> None:
         os._exit(0)
 
     base_loader.process_weights_after_loading = save
+
+
+def _weights_elsewhere() -> None:
+    """By the plan, a tensor of expert 0 goes to the slots of expert 1, whose own is lost."""
+    from semmoe.engines.vllm.placement import PlacedExperts
+
+    load = PlacedExperts.load
+
+    def spoilt(self, original, experts, **call):
+        if self.by_engine or call["shard_id"] != "w2" or call["expert_id"] > 1:
+            return load(self, original, experts, **call)
+        return load(self, original, experts, **call | {"expert_id": 1}) if call["expert_id"] == 0 else True
+
+    PlacedExperts.load = spoilt
+
+
+def _unseen_router() -> None:
+    """The first layer's router is not hooked, which nothing reports."""
+    from semmoe.engines.vllm import rank
+
+    hook = rank.hook_routers
+    rank.hook_routers = lambda blocks, routed: hook(blocks[1:], routed[1:])
 
 
 def generate(engine: LLM, prompts: list[list[int]], together: bool) -> list[list[int]]:

@@ -53,14 +53,14 @@ def local_share(folder: Path) -> float:
 
 def on_two_ranks(
     model: str, prompts: list[list[int]], folder: Path, attention: str = "tp2", variables: dict[str, str] | None = None,
-    together: bool = True, **options,
+    together: bool = True, fault: str = "", **options,
 ) -> list[list[int]]:  # fmt: skip
-    """Tokens of every prompt.
+    """Tokens of every prompt; fault: what `rank` spoils.
 
     attention: tp2, where both ranks must answer alike, or dp2, where each has every other prompt. Counters go to
     `folder`.
     """
-    job = {"model": model, "together": together}
+    job = {"model": model, "together": together, "fault": fault}
     options = {"dtype": "float32"} | options
     shared = {"SEMMOE_CONTROL": str(folder)} | (variables or {})
     jobs = [job | {"prompts": prompts if attention == "tp2" else prompts[rank::2]} for rank in (0, 1)]

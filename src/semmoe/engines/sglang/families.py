@@ -2,23 +2,24 @@
 
 from typing import Any
 
-EXPERTS = {
-    "MixtralForCausalLM": "num_local_experts",
-    "OlmoeForCausalLM": "num_experts",
-    "Glm4MoeForCausalLM": "n_routed_experts",
-}  # where config.json counts them
+from semmoe.checkpoint.directory import EXPERT_FIELDS
+
+LACKING = {"MixtralForCausalLM", "OlmoeForCausalLM", "Glm4MoeForCausalLM"}  # classes that a test has shown to lack it
 
 
-def expert_sizes(original: Any, model_config: Any) -> Any:
-    """Wraps SGLang's query of how many experts a model class places, where None means that it places none."""
+def expert_sizes(untried: bool, original: Any, model_config: Any) -> Any:
+    """Wraps SGLang's query of how many experts a model class places, where None means that it places none.
+
+    untried: answer for any class, whose weights are then proven.
+    """
     from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 
-    found, config = original(model_config), model_config.hf_config
-    name = EXPERTS.get(config.architectures[0])
-    if found is not None or name is None:
+    found, config = original(model_config), model_config.hf_text_config
+    number = stated_experts(config)
+    if found is not None or number is None or not (untried or model_config.hf_config.architectures[0] in LACKING):
         return found
     return ModelConfigForExpertLocation(
-        num_layers=config.num_hidden_layers, num_logical_experts=getattr(config, name), num_groups=None
+        num_layers=config.num_hidden_layers, num_logical_experts=number, num_groups=None
     )
 
 
@@ -26,6 +27,13 @@ def with_copies(original: Any, block: Any, num_experts: int, *args: Any, **kwarg
     """Wraps the construction of an expert layer, for models that construct it without slots for copies."""
     from sglang.srt.runtime_context import get_exec, get_flags, process_model_config
 
-    architecture = process_model_config().hf_config.architectures[0]
-    lacks = architecture in EXPERTS and not get_flags().moe.in_speculative_scope
+    lacks = (
+        num_experts == stated_experts(process_model_config().hf_text_config)
+        and not get_flags().moe.in_speculative_scope
+    )
     return original(block, num_experts + get_exec().moe.ep_num_redundant_experts * lacks, *args, **kwargs)
+
+
+def stated_experts(config: Any) -> int | None:
+    """The number of experts of a layer that a configuration states."""
+    return next((value for name in EXPERT_FIELDS if (value := getattr(config, name, None)) is not None), None)

@@ -82,8 +82,8 @@ def planned(asked: Asked, plan: Plan) -> tuple[dict[str, str], list[str]]:
     location = write_location(plan, Path(asked.model), asked.settings.folder)
     values = arguments(asked.topology, location, plan.placement.redundant_experts, on_cpu())
     decided = DECIDED | PLACED
-    if asked.settings.shuffles(plan) and not on_cpu():
-        # By default SGLang captures passes over prompts on CUDA, which would silently skip the shuffle.
+    if (asked.settings.shuffles(plan) or asked.settings.untried) and not on_cpu():
+        # By default SGLang captures passes over prompts on CUDA, which would silently skip the shuffle and the proof.
         values |= {"cuda_graph_backend_prefill": "disabled"}
         decided |= {GRAPHS}
     return _server(asked, values, decided)

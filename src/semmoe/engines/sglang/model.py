@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule, get_spec
 from sglang.srt.state_capturer.base import BaseTopkCapturer
@@ -49,6 +51,17 @@ def _expert_layers(model: torch.nn.Module) -> dict[int, Any]:
         if len(blocks) == 1:
             found[next(iter(blocks))] = module
     return found
+
+
+def check_attention_dp(model: torch.nn.Module, num_heads: int) -> None:
+    """Raise ValueError unless SGLang's class of this model runs in attention-DP, which SGLang itself does not check."""
+    name, parallel = type(model).__name__, get_parallel()
+    if len(_expert_layers(model)) != len(moe_blocks(model)):
+        raise ValueError(f"SGLang's {name} has no boundaries around its experts for attention-DP: give --engine vllm")
+    for module in model.modules() if parallel.tp_size > parallel.attn_tp_size else ():
+        heads = isinstance(module, RadixAttention) and module.tp_q_head_num * parallel.tp_size <= num_heads
+        if heads or (type(module) is VocabParallelEmbedding and module.tp_size > parallel.attn_tp_size):
+            raise ValueError(f"SGLang's {name} splits attention or embeddings over all ranks: give --engine vllm")
 
 
 def running_topology(num_nodes: int) -> Topology:

@@ -14,15 +14,23 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_resources, ge
 from semmoe.core import Plan
 from semmoe.engines.hooks import Replacement
 from semmoe.engines.host import OnPlan
+from semmoe.engines.proof import Proof, check_sizes
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang import targets
 from semmoe.engines.sglang.families import expert_sizes, with_copies
 from semmoe.engines.sglang.live import LiveExperts
 from semmoe.engines.sglang.location import ChosenCopies, check_dispatch, check_location
-from semmoe.engines.sglang.model import all_to_all, capture, layer_of_norm, running_topology
+from semmoe.engines.sglang.model import (
+    all_to_all,
+    capture,
+    check_attention_dp,
+    layer_of_norm,
+    moe_blocks,
+    running_topology,
+)
 from semmoe.engines.sglang.rank import RankPlugin
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
-from semmoe.engines.sglang.weights import placed_only
+from semmoe.engines.sglang.weights import again, placed_only, without_plan
 from semmoe.live.swap import NoSwapper, Swapper, attach, decline
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import Shuffler
@@ -34,12 +42,13 @@ class PlannedRank(OnPlan, RankPlugin):
     def __init__(self, plan: Plan, settings: PluginSettings) -> None:
         super().__init__(plan, settings)
         self._copies = ChosenCopies()
+        self._proof = Proof(plan, moe_blocks, lambda: get_parallel().tp_group.cpu_group)
 
     def hooks(self) -> list[Replacement]:
         hooks: list[Replacement] = [
             *super().hooks(),
             (targets.NEW_WEIGHTS, placed_only),
-            (targets.EXPERT_SIZES, expert_sizes),
+            (targets.EXPERT_SIZES, functools.partial(expert_sizes, self._settings.untried == "1")),
             (targets.EXPERT_LAYER, with_copies),
             (targets.COPIES, self._copies.choose),
         ]
@@ -50,7 +59,13 @@ class PlannedRank(OnPlan, RankPlugin):
                 (targets.LAST_GATHER, self._hooked("after_last")),
                 (targets.PADDING, self._padding),
             ]
+        if self._settings.untried:
+            hooks += [(targets.ALL_WEIGHTS, again), (targets.LOADER, self._proven)]
         return hooks
+
+    def _proven(self, original: Any, model: Any, *args: Any) -> Any:
+        """Wraps the loading of a model's weights."""
+        return self._proof.load(model, lambda: original(model, *args), without_plan)
 
     def _hooked(self, name: str) -> Any:
         """A hook that calls a method of the shuffle, which the model process makes later."""
@@ -68,6 +83,10 @@ class PlannedRank(OnPlan, RankPlugin):
         config, layers = runner.model_config, sorted(blocks)
         sizes = len(layers), blocks[layers[0]].num_experts
         self._check_plan(running_topology(self.num_nodes), config.hf_text_config, sizes, str(config.model_path))
+        if self._settings.untried:
+            self._proof.check()
+            check_sizes([blocks[layer] for layer in layers], "top_k", self.plan)
+            check_attention_dp(runner.model, config.hf_text_config.num_attention_heads)
         if get_exec().moe.enable_eplb:
             raise ValueError("--enable-eplb would move the plan's experts: omit it")
         metadata = get_resources().expert_location_metadata

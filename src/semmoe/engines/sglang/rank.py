@@ -57,7 +57,7 @@ class RankPlugin(Host):
         return hooks
 
     def _load(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-        out = original(runner, *args, **kwargs)
+        out = self._guard(lambda: original(runner, *args, **kwargs))
         if not runner.is_draft_worker:
             self._guard(lambda: self._attach(runner))
         return out
@@ -126,7 +126,7 @@ class RankPlugin(Host):
             out = original(runner, forward_batch, *args, **kwargs)
         self._recording.tell(slice(None))
         if judged:
-            self._degrade(self._check.verdict())
+            self._judge(self._check.verdict())
         self._step_swap()
         return out
 

@@ -14,6 +14,13 @@ _MOE = _SRT + "layers.moe."
 LOAD_MODEL = Hook(
     _SRT + "model_executor.model_runner.ModelRunner.load_model", "check the plan against the model and its ranks"
 )
+_LOADER = _SRT + "model_loader.loader.DefaultModelLoader."
+ALL_WEIGHTS = Hook(
+    _LOADER + "_get_all_weights", "read the weights of an untried family twice", ("model_config", "model")
+)
+LOADER = Hook(
+    _LOADER + "load_weights_only", "prove that they are where the plan has them", ("model", "weights", "target_device")
+)
 TIED = Hook(
     _SRT + "models.qwen3_moe.Qwen3MoeForCausalLM.load_weights", "fill the output layer of tied models", ("weights",)
 )

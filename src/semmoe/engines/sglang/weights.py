@@ -1,7 +1,8 @@
 """Hooks on loading weights into SGLang's models, at the start and when they are loaded again."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,3 +37,31 @@ def placed_only(original: Any, updater: Any, named_tensors: Any, load_format: st
         f"load_format {load_format!r} writes experts where a plan has others: give weights by the names of "
         "the checkpoint, without load_format"
     )
+
+
+class Again:
+    """A model's weights, read from their files each time that they are iterated over."""
+
+    def __init__(self, read: Callable[[], Iterable[Any]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
+
+
+def again(original: Any, *args: Any, **kwargs: Any) -> Again:
+    """Wraps SGLang's generator of a model's weights."""
+    return Again(lambda: original(*args, **kwargs))
+
+
+@contextmanager
+def without_plan() -> Iterator[None]:
+    """Load weights as SGLang does without a plan: every logical expert to the slot of its number."""
+    from sglang.srt.eplb.expert_location import ExpertLocationMetadata
+    from sglang.srt.runtime_context import get_parallel, get_resources, process_model_config
+
+    resources, rank = get_resources(), get_parallel().moe_ep_rank
+    planned = resources.expert_location_metadata
+    resources.expert_location_metadata = ExpertLocationMetadata.init_trivial(process_model_config(), rank)
+    yield
+    resources.expert_location_metadata = planned

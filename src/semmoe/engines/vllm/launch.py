@@ -75,7 +75,7 @@ def planned(asked: Asked, plan: Plan) -> tuple[dict[str, str], list[str]]:
     if shuffles and RETURNS in _names(options):
         raise ValueError(NOT_RETURNED)
     captured = not cpu and shuffles and captures(options)
-    values = arguments(asked.topology, cpu or (shuffles and not captured))
+    values = arguments(asked.topology, cpu or asked.settings.untried == "1" or (shuffles and not captured))
     if captured and not OWN_GRAPHS & _names(options):
         values |= {"compilation_config": DECODE_GRAPHS}
     if asked.topology.ep_size > 1 and not cpu:

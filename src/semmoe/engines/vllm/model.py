@@ -24,6 +24,11 @@ def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:
     return {module.layer_id: module for module in model.modules() if isinstance(module, MoERunner)}
 
 
+def experts_of(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """The modules with the experts' weights, by decoder layer."""
+    return {layer: block.routed_experts for layer, block in moe_blocks(model).items()}
+
+
 def made(placed: PlacedExperts, original: Any, experts: Any, layer_name: str, *args: Any, **kwargs: Any) -> None:
     """Wraps the construction of a layer's experts."""
     placed.made(layer_name)

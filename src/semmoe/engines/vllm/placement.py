@@ -6,6 +6,7 @@ Nothing else in vLLM changes: a layer has E + R physical experts, in order on th
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from semmoe.core import Plan
 
 PACKED = {f"{part}_{what}" for part in ("w13", "w2") for what in ("weight", "bias", "weight_scale", "weight_packed")}
-LAYER = re.compile(r"\blayers\.(\d+)\.")
+LAYER = re.compile(r"\.(\d+)\.")
 
 
 class PlacedExperts:
@@ -22,6 +23,7 @@ class PlacedExperts:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.by_engine = False
         self._made: set[int] = set()  # the model's decoder layers with experts
         self._places: dict[int, int] = {}  # index among the MoE layers by decoder layer, once weights are loaded
         self._loaded: dict[int, set[int]] = {}  # by decoder layer: the physical experts that were loaded
@@ -56,7 +58,7 @@ class PlacedExperts:
         """Load one tensor of logical expert `expert_id` into all its slots; vLLM skips those of other ranks."""
         index = layer_index(experts.layer_name)
         self._begin()
-        if index not in self._places:
+        if index not in self._places or self.by_engine:
             return original(experts, param, loaded_weight, weight_name, shard_id, expert_id, return_success)
         if loaded_weight.dim() >= 3 and not shard_id.startswith("gpt_oss"):  # whose scales by block have three, too
             raise ValueError(
@@ -77,6 +79,13 @@ class PlacedExperts:
         if str(call["shard_id"]).startswith("gpt_oss"):
             return self.load(original, *call.values())
         return original(experts, *args, **named)
+
+    @contextmanager
+    def without_plan(self) -> Iterator[None]:
+        """Load as vLLM does without a plan: every logical expert to the slot of its number."""
+        self.by_engine = True
+        yield
+        self.by_engine = False
 
     def _begin(self) -> None:
         """Number the MoE layers, all of which exist before the first weight is loaded."""
@@ -128,5 +137,4 @@ def layer_index(layer_name: str) -> int:
     found = LAYER.search(layer_name)
     if found is None:
         raise ValueError(f"{layer_name} names no decoder layer")
-    assert found is not None
     return int(found[1])

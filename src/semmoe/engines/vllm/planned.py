@@ -4,15 +4,24 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from vllm.distributed import get_ep_group
 
 from semmoe.core import Plan
 from semmoe.engines.hooks import Replacement
 from semmoe.engines.host import OnPlan
+from semmoe.engines.proof import Proof, check_routing, check_sizes
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.launch import GATHERS, gathers
 from semmoe.engines.vllm.live import LiveExperts
-from semmoe.engines.vllm.model import captures, check_eager, check_engine, made, running_topology
+from semmoe.engines.vllm.model import (
+    captures,
+    check_eager,
+    check_engine,
+    experts_of,
+    made,
+    running_topology,
+)
 from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
 from semmoe.engines.vllm.rank import RankPlugin
 from semmoe.engines.vllm.settings import VllmSettings
@@ -28,6 +37,7 @@ class PlannedRank(OnPlan, RankPlugin):
         super().__init__(plan, settings)
         self._splits_experts = True
         self._placed = PlacedExperts(plan)
+        self._proof = Proof(plan, experts_of, lambda: get_ep_group().cpu_group)
 
     def hooks(self) -> list[Replacement]:
         return [
@@ -38,18 +48,32 @@ class PlannedRank(OnPlan, RankPlugin):
             (targets.RELOAD, refuse_reload),
             (targets.GPT_OSS_WEIGHTS, self._placed.load_unpacked),
             (targets.GPT_OSS_PACKED, unpacked),
+            *([(targets.LOADER, self._proven)] if self._settings.untried else []),
         ]
+
+    def _proven(self, original: Any, loader: Any, model: Any, *args: Any) -> Any:
+        """Wraps the loading of a model's weights."""
+        return self._proof.load(model, lambda: original(loader, model, *args), self._placed.without_plan)
 
     def _check_model(self, runner: Any, blocks: dict[int, Any]) -> None:
         check_engine(runner, self._settings.schedules(self.plan))
         model, sizes = runner.model_config, (len(blocks), next(iter(blocks.values())).moe_config.num_experts)
         self._check_plan(running_topology(runner, self.num_nodes), model.hf_text_config, sizes, str(model.model))
         self._placed.check()
+        if self._settings.untried:
+            self._proof.check()
+            check_sizes([blocks[layer].moe_config for layer in sorted(blocks)], "experts_per_token", self.plan)
 
     def _expect(self, num_layers: int) -> None:
         super()._expect(num_layers)
         if self.shuffles:
             self._check.expect("shuffled layers", num_layers)
+
+    def _observe(self, place: int, expert_ids: Tensor, weights: Tensor) -> None:
+        """Observe a layer's routing; of a family that was never run only if the plan has all of its experts."""
+        if self._settings.untried and self._check.pending:
+            self._guard(lambda: check_routing(place, expert_ids, self.plan))
+        super()._observe(place, expert_ids, weights)
 
     def _attach_traffic(self, runner: Any, physical: int) -> None:
         super()._attach_traffic(runner, physical)

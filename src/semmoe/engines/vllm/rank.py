@@ -77,7 +77,7 @@ class RankPlugin(Host):
         return hooks
 
     def _load(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-        out = original(runner, *args, **kwargs)
+        out = self._guard(lambda: original(runner, *args, **kwargs))
         self._guard(lambda: self._attach(runner))
         return out
 
@@ -185,7 +185,7 @@ class RankPlugin(Host):
             with self._parts(Pass(lambda: read_step(runner, self._slots, count), decodes(runner))):
                 out = original(runner, *args, **kwargs)
             if self._check.pending:
-                self._degrade(self._check.verdict() or self._uncounted(int(self._real.count)))
+                self._judge(self._check.verdict() or self._uncounted(int(self._real.count)))
             return out
         finally:
             self._in_pass = False
@@ -193,8 +193,12 @@ class RankPlugin(Host):
 
     def _uncounted(self, num_rows: int) -> str:
         """Why counters cannot be trusted after the first pass, where this rank had `num_rows` rows; "" if they can."""
-        still = isinstance(self._traffic, TrafficCounter) and num_rows > 0 and self._traffic.totals().tokens == 0
-        return "in the first pass no counter moved" if still else ""
+        if not isinstance(self._traffic, TrafficCounter):
+            return ""
+        counted, wanted = self._traffic.totals().tokens, num_rows * len(self._routed)
+        if self._settings.untried and counted != wanted:
+            return f"in the first pass {counted} rows were counted of {wanted}"
+        return "in the first pass no counter moved" if num_rows > 0 and counted == 0 else ""
 
     def _sample(self, original: Any, runner: Any, logits: Any, drafts: Any) -> Any:
         """Wraps the sampling after a pass, which decides which of its draft tokens are accepted."""

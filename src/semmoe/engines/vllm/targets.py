@@ -29,6 +29,11 @@ CLIENT = Hook(_CLIENT.removesuffix("."), "assign requests by the plan swapped to
 SAMPLE = Hook(
     _RUNNER + "_sample", "know which drafts of a speculating engine were accepted", ("logits", "spec_decode_metadata")
 )
+LOADER = Hook(
+    "vllm.model_executor.model_loader.default_loader.DefaultModelLoader.load_weights",
+    "prove that the weights of a family that was never run are where the plan has them",
+    ("model", "model_config"),
+)
 EXPERT_COUNTS = Hook(
     _MOE + "layer.determine_expert_counts", "room for redundant experts", ("num_experts", "num_redundant_experts")
 )

@@ -1,0 +1,43 @@
+"""Families that no test has run, served with `--untried`: they prove themselves, or end with the reason."""
+
+import pytest
+from architectures import of_vllm
+from models import build
+from two_ranks import HEADS, counted, make_plan, on_two_ranks
+
+from semmoe.engines.support import ARCHITECTURES, FAMILIES
+
+pytestmark = pytest.mark.timeout(600)
+UNTRIED = {"SEMMOE_UNTRIED": "1"}
+# GraniteMoE with shared experts, LFM2, and FlexOlmo, which vLLM runs by transformers' code with its own fused experts.
+SERVED = ["granitemoeshared", *(pytest.param(name, marks=pytest.mark.families) for name in ("lfm2_moe", "flex_olmo"))]
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_a_family_that_proves_itself_answers_as_without_a_plan(family, texts, prompts, tmp_path):
+    assert family not in FAMILIES["vllm"]
+    model = build(family, tmp_path, **HEADS)
+    plan = make_plan(model, texts, tmp_path, "dp2", 2)
+    planned = on_two_ranks(model, prompts, tmp_path / "planned", "dp2", UNTRIED | {"SEMMOE_PLAN": plan})
+    assert planned == on_two_ranks(model, prompts, tmp_path / "vanilla", "dp2")
+    assert counted(tmp_path / "planned", "remote_rows") > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "attention", "reason"),
+    [
+        ("weights", "dp2", "differ from the engine's without a plan"),
+        ("router", "dp2", "does not prove itself: in the first pass hooks ran: routers 2 of 3 times"),
+        ("", "tp2", "prove themselves in attention-DP alone"),
+    ],
+)
+def test_what_is_not_proven_is_refused_with_the_reason(fault, attention, reason, texts, prompts, tmp_path):
+    model = build("granitemoeshared", tmp_path, **HEADS)
+    given = UNTRIED | {"SEMMOE_PLAN": make_plan(model, texts, tmp_path, attention, 2)}
+    with pytest.raises(AssertionError):
+        on_two_ranks(model, prompts[:4], tmp_path / "planned", attention, given, fault=fault)
+    assert reason in (tmp_path / "planned" / "fatal.txt").read_text()
+
+
+def test_every_architecture_that_can_hold_experts_has_a_row():
+    assert set(ARCHITECTURES["vllm"]) == of_vllm()
