@@ -26,7 +26,7 @@ from semmoe.engines.traffic import RankTraffic
 from semmoe.live.recorder.files import refuse
 from semmoe.live.recorder.passes import PassRecorder
 from semmoe.live.recorder.recorder import LiveRecorder
-from semmoe.live.swap import NoSwapper, Swapper
+from semmoe.live.swap import NoSwapper, Swapper, one_line
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.traffic import TrafficCounter
@@ -63,9 +63,10 @@ class Host:
         """Load the model or attach the parts; where one does not fit, report the reason, and let the engine end."""
         try:
             return step()
-        except ValueError as error:
-            log.critical("semmoe: %s; %s does not start", error, self.ENGINE)
-            supervisor.report(self._settings.folder, str(error))
+        except Exception as error:
+            reason = one_line(error)
+            log.critical("semmoe: %s; %s does not start", reason, self.ENGINE)
+            supervisor.report(self._settings.folder, reason)
             raise
 
     def _judge(self, verdict: str) -> None:

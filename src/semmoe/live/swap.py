@@ -124,7 +124,7 @@ class Swapper:
             self._next = plan
             self._vote = ""
         except Exception as error:  # what one rank cannot do, no rank does
-            self._vote = _line(error)
+            self._vote = one_line(error)
 
     def step(self) -> None:
         """Take the next step of a swap, if one is under way. Raises SwapError if the server cannot go on."""
@@ -136,8 +136,8 @@ class Swapper:
         try:
             self._move()
         except Exception as error:
-            self._end("failed", _line(error))
-            raise SwapError(f"the swap to plan {plan_name(self.status.asked)} failed: {_line(error)}") from error
+            self._end("failed", one_line(error))
+            raise SwapError(f"the swap to plan {plan_name(self.status.asked)} failed: {one_line(error)}") from error
         seconds = time.perf_counter() - began
         self._set(seconds=self.status.seconds + seconds, longest=max(self.status.longest, seconds))
 
@@ -242,7 +242,7 @@ def attach(plan: Plan, experts: Experts, group: Any, folder: Path) -> Swapper | 
         check_weights(plan, experts)
         return Swapper(plan, experts, group, folder)
     except (ValueError, AssertionError, AttributeError) as error:  # a layout that the engine cannot move either
-        return decline(f"this model's experts cannot move: {_line(error)}", group, folder)
+        return decline(f"this model's experts cannot move: {one_line(error)}", group, folder)
 
 
 def decline(reason: str, group: Any, folder: Path) -> NoSwapper:
@@ -283,7 +283,7 @@ def check_fits(new: Plan, old: Plan) -> None:
             raise ValueError(f"one of the plans {does} {what}, and the other does not")
 
 
-def _line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error in one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"

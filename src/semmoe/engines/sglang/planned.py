@@ -50,7 +50,7 @@ class PlannedRank(OnPlan, RankPlugin):
             (targets.NEW_WEIGHTS, placed_only),
             (targets.EXPERT_SIZES, functools.partial(expert_sizes, self._settings.untried == "1")),
             (targets.EXPERT_LAYER, with_copies),
-            (targets.COPIES, self._copies.choose),
+            (targets.COPIES, self._choose),
         ]
         if self.shuffles:
             hooks += [
@@ -66,6 +66,11 @@ class PlannedRank(OnPlan, RankPlugin):
     def _proven(self, original: Any, model: Any, *args: Any) -> Any:
         """Wraps the loading of a model's weights."""
         return self._proof.load(model, lambda: original(model, *args), without_plan)
+
+    def _choose(self, *call: Any) -> Any:
+        """Wraps the choice of physical experts."""
+        self._check.ran("physical experts")
+        return self._copies.choose(*call)
 
     def _hooked(self, name: str) -> Any:
         """A hook that calls a method of the shuffle, which the model process makes later."""
@@ -85,6 +90,7 @@ class PlannedRank(OnPlan, RankPlugin):
         self._check_plan(running_topology(self.num_nodes), config.hf_text_config, sizes, str(config.model_path))
         if self._settings.untried:
             self._proof.check()
+            self._check.expect("physical experts", len(layers))
             check_sizes([blocks[layer] for layer in layers], "top_k", self.plan)
             check_attention_dp(runner.model, config.hf_text_config.num_attention_heads)
         if get_exec().moe.enable_eplb:
