@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from semmoe.core import Plan
 from semmoe.live.canary import by_expert, check_slots, checksums, of_all_slots
 
+MOST_SUMMED = 1 << 22  # elements of a weight that are summed at once
 BY_EXPERT = ("correction_bias",)  # parameters of an expert layer whose rows are logical experts, not slots
 
 
@@ -49,10 +50,12 @@ class Proof:
             )
         with without_plan():
             load()
-        expected = [self._of_layer(layer) for layer in layers]
+        expected, others = [self._slots(layer) for layer in layers], self._others(model, layers)
         out = load()
         for index, layer in enumerate(layers):
-            self._compare(index, expected[index], self._of_layer(layer))
+            self._compare(index, expected[index], self._slots(layer))
+        if not torch.equal(self._others(model, layers), others):
+            raise ValueError("weights that belong to no slot are not the same after a second load")
         self.done = True
         return out
 
@@ -61,34 +64,35 @@ class Proof:
         if not self.done:
             raise ValueError("the weights were not loaded by the engine's default loader: omit --load-format")
 
-    def _of_layer(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
-        """Checksums of all ranks' slots of a layer, (P, W * 2), and of this rank's other parameters."""
-        size = self._plan.placement.experts_per_rank
-        slots, others = by_slot(layer, size)
+    def _slots(self, layer: nn.Module) -> Tensor:
+        """(P, W * 2): the checksums of all ranks' slots of an expert layer."""
+        slots = by_slot(layer, self._plan.placement.experts_per_rank)
         if not slots:
-            raise ValueError(f"a layer of {type(layer).__name__} has no weight with a row for each of {size} slots")
-        rest = checksums([other[None] for other in others]) if others else torch.zeros(1, 0)
-        return of_all_slots(checksums(slots), self._group()), rest
+            raise ValueError(f"{type(layer).__name__} has no weight with a row for each of this rank's slots")
+        return of_all_slots(checksums(slots), self._group())
 
-    def _compare(self, index: int, expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> None:
+    def _others(self, model: nn.Module, layers: Sequence[nn.Module]) -> Tensor:
+        """The checksums of this rank's weights that belong to no slot."""
+        slots = {slot.data_ptr() for layer in layers for slot in by_slot(layer, self._plan.placement.experts_per_rank)}
+        others = [weight.data for weight in model.parameters() if weight.data_ptr() not in slots]
+        return checksums([part[None] for other in others for part in other.reshape(-1).split(MOST_SUMMED)])
+
+    def _compare(self, index: int, expected: Tensor, found: Tensor) -> None:
         num_experts = self._plan.fingerprint.num_experts
-        vanilla = by_expert(expected[0][:num_experts], np.arange(num_experts), num_experts)
+        vanilla = by_expert(expected[:num_experts], np.arange(num_experts), num_experts)
         if len(vanilla.unique(dim=0)) < num_experts:
             raise ValueError(f"some experts of MoE layer {index} have equal weights, by which nothing is proven")
-        check_slots(
-            found[0], vanilla, self._plan.placement.physical_to_logical_map[index], "the engine's without a plan"
-        )
-        if not torch.equal(expected[1], found[1]):
-            raise ValueError(f"weights of MoE layer {index} that belong to no slot change with the plan")
+        experts = self._plan.placement.physical_to_logical_map[index]
+        check_slots(found, vanilla, experts, "the engine's without a plan")
 
 
-def by_slot(layer: nn.Module, num_slots: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters of an expert layer with a row for each of this rank's slots, and the others."""
-    parameters: tuple[list[Tensor], list[Tensor]] = [], []
-    for name, value in layer.named_parameters():
-        has_rows = value.dim() > 0 and len(value) == num_slots and not any(part in name for part in BY_EXPERT)
-        parameters[not has_rows].append(value.data)
-    return parameters
+def by_slot(layer: nn.Module, num_slots: int) -> list[Tensor]:
+    """The parameters of an expert layer with a row for each of this rank's slots."""
+    return [
+        value.data
+        for name, value in layer.named_parameters()
+        if value.dim() > 0 and len(value) == num_slots and not any(part in name for part in BY_EXPERT)
+    ]
 
 
 def check_sizes(layers: Sequence[Any], top_k: str, plan: Plan) -> None:
