@@ -36,12 +36,8 @@ MODELS = CONFIGS | {
         num_local_experts=8, intermediate_size=32, intermediate_size_mlp=64, interleave_moe_layer_step=2,
     ),
     "hunyuan_v1_moe": lambda: transformers.HunYuanMoEV1Config(
-        **without_top_k(), num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8, moe_topk=2,
-        intermediate_size=48,
-    ),
-    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
-        **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_experts=8, moe_intermediate_size=32,
-        intermediate_size=64, num_dense_layers=1, layer_types=["full_attention"] * 3,
+        **without_top_k(), num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8,
+        moe_topk=[2] * 3, moe_intermediate_size=[48] * 3, intermediate_size=48,
     ),
     "deepseek_v3_one_group": lambda: transformers.DeepseekV3Config(
         **COMMON, **LATENT, n_routed_experts=8, n_group=1, topk_group=1, routed_scaling_factor=1.0,

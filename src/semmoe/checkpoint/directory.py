@@ -72,9 +72,14 @@ def config_file(path: Path) -> Path:
     return path / "config.json"
 
 
+def uniform(value: Any) -> Any:
+    """The value itself, or the one that a list by layer repeats, as Hunyuan's configurations do."""
+    return value[0] if isinstance(value, list) and value and all(one == value[0] for one in value) else value
+
+
 def config_count(config: dict[str, Any], *names: str) -> int:
     """Return the first field of `names` that is set, or 0. Raises ValueError if its value is not a count."""
-    value = next((config[name] for name in names if config.get(name) is not None), 0)
+    value = uniform(next((config[name] for name in names if config.get(name) is not None), 0))
     if type(value) is not int or value < 0:
         raise ValueError(f"config.json: {names[0]} is {value!r}, not a count")
     return value

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from semmoe.checkpoint.directory import EXPERT_FIELDS, TOP_K_FIELDS, config_file
+from semmoe.checkpoint.directory import EXPERT_FIELDS, TOP_K_FIELDS, config_file, uniform
 from semmoe.checkpoint.layout import decoder_layers
 from semmoe.engines.transformers.tokenizer import LOCAL_AND_INERT, digest, load_tokenizer, one_line, tokenizer_hash
 from semmoe.io.files import read_object
@@ -95,7 +95,7 @@ def fingerprint_of(path: str) -> Fingerprint:
 
 def _size(config: PreTrainedConfig, *names: str, default: int | None = None) -> int:
     """The first field of `names` that is set, or `default`. Raises ValueError unless it is a positive whole number."""
-    value = next((getattr(config, name) for name in names if getattr(config, name, None)), default)
+    value = uniform(next((getattr(config, name) for name in names if getattr(config, name, None)), default))
     if type(value) is not int or value < 0:
         raise ValueError(f"a model of type {config.model_type!r} has {value!r} for {' or '.join(names)}, not a size")
     return value
