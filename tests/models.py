@@ -23,6 +23,7 @@ STATED = {
         "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
     },
     "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0, "mup_enabled": False},
 }
 
 
@@ -99,6 +100,15 @@ CONFIGS = {
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_local_experts=8, intermediate_size=48,
         residual_multiplier=0.5,
     ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_experts=8, moe_intermediate_size=32,
+        intermediate_size=64, shared_expert_intermediate_size=48,
+    ),
+}  # fmt: skip
+
+
+# Families that semmoe's table of engines does not name.
+UNTRIED = {
     "granitemoeshared": lambda: transformers.GraniteMoeSharedConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_local_experts=8, intermediate_size=48,
         shared_intermediate_size=32,
@@ -110,9 +120,17 @@ CONFIGS = {
     "flex_olmo": lambda: transformers.FlexOlmoConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_experts=8, intermediate_size=48,
     ),
-    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
-        **COMMON, num_hidden_layers=3, num_key_value_heads=2, num_experts=8, moe_intermediate_size=32,
-        intermediate_size=64, shared_expert_intermediate_size=48,
+    "afmoe": lambda: transformers.AfmoeConfig(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8, num_local_experts=8,
+        num_shared_experts=1, moe_intermediate_size=32, intermediate_size=64, num_dense_layers=1,
+    ),
+    "exaone_moe": lambda: transformers.ExaoneMoeConfig(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8, num_shared_experts=1,
+        moe_intermediate_size=32, intermediate_size=64, first_k_dense_replace=1, n_group=1, topk_group=1,
+        layer_types=["full_attention"] * 3,
+    ),
+    "cohere2_moe": lambda: transformers.Cohere2MoeConfig(
+        **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8, intermediate_size=48,
     ),
 }  # fmt: skip
 
@@ -122,7 +140,7 @@ def build(architecture: str, folder: Path, **changes: object) -> str:
     path = folder / architecture
     if not path.exists():
         torch.manual_seed(0)
-        config = CONFIGS[architecture]()
+        config = (CONFIGS | UNTRIED)[architecture]()
         for name, value in changes.items():
             setattr(config, name, value)
         model = transformers.AutoModelForCausalLM.from_config(config)

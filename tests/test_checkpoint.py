@@ -12,7 +12,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from models import COMMON, CONFIGS, LATENT, fill_tables, without_top_k
+from models import COMMON, CONFIGS, LATENT, UNTRIED, fill_tables, without_top_k
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
@@ -30,7 +30,7 @@ from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology
 
-MODELS = CONFIGS | {
+MODELS = CONFIGS | UNTRIED | {
     "llama4_text": lambda: transformers.Llama4TextConfig(
         **{**COMMON, "num_experts_per_tok": 1}, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
         num_local_experts=8, intermediate_size=32, intermediate_size_mlp=64, interleave_moe_layer_step=2,

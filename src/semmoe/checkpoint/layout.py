@@ -24,7 +24,7 @@ PACKED = re.compile(
 )
 EXPERTS = re.compile(r"experts\.|(?<=block_sparse_moe\.)(?:in|out)put_linear\.")  # Granite's names are the latter
 GATE = re.compile(
-    r"(?:gate|router)\.(?:wg\.|layer\.)?(?P<part>weight|bias|e_score_correction_bias)"
+    r"(?:gate|router)\.(?:wg\.|layer\.|gate\.)?(?P<part>weight|bias|e_score_correction_bias)"
     r"|(?:moe_statics\.)?(?P<bare>e_score_correction_bias|expert_bias)"
 )
 TABLE = re.compile(r"(?:gate|router)\.tid2eid")
