@@ -14,14 +14,7 @@ from semmoe.engines.proof import Proof, check_routing, check_sizes
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.launch import GATHERS, gathers
 from semmoe.engines.vllm.live import LiveExperts
-from semmoe.engines.vllm.model import (
-    captures,
-    check_eager,
-    check_engine,
-    experts_of,
-    made,
-    running_topology,
-)
+from semmoe.engines.vllm.model import captures, check_eager, check_engine, experts_of, made, running_topology
 from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
 from semmoe.engines.vllm.rank import RankPlugin
 from semmoe.engines.vllm.settings import VllmSettings
