@@ -30,7 +30,7 @@ def test_a_family_that_proves_itself_answers_as_without_a_plan(family, texts, pr
     [
         ("weights", "dp2", "differ from the engine's without a plan"),
         ("router", "dp2", "does not prove itself: in the first pass hooks ran: routers 2 of 3 times"),
-        ("", "tp2", "prove themselves in attention-DP alone"),
+        pytest.param("", "tp2", "prove themselves in attention-DP alone", marks=pytest.mark.families),
     ],
 )
 def test_what_is_not_proven_is_refused_with_the_reason(fault, attention, reason, texts, prompts, tmp_path):
