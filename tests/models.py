@@ -23,7 +23,14 @@ STATED = {
         "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
     },
     "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
-    "afmoe": {"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0, "mup_enabled": False},
+    "afmoe": {
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "route_scale": 1.0,
+        "mup_enabled": False,
+        "n_group": 1,
+        "topk_group": 1,
+    },
 }
 
 

@@ -29,7 +29,8 @@ class Engine:
     """A model of two expert layers and a norm, loaded by the map of the plan or of no plan; `fault` spoils it."""
 
     def __init__(self, rank, fault):
-        self.rank, self.fault, self.by_plan, self.loads = rank, fault, True, 0
+        self.rank, self.fault = rank, fault
+        self.by_plan, self.loads = True, 0
         self.model = nn.Module()
         self.model.layers = nn.ModuleList(nn.Module() for _ in MAP)
         for layer in self.model.layers:

@@ -23,13 +23,14 @@ BY_EXPERT = ("correction_bias",)  # parameters of an expert layer whose rows are
 
 
 class Proof:
-    """The proof of one rank; all ranks of a plan make it together.
+    """The proof that a rank makes, together with all other ranks of the plan.
 
     experts: the engine's expert layers by decoder layer. group: a process group of the CPU over all ranks.
     """
 
     def __init__(self, plan: Plan, experts: Callable[[nn.Module], Mapping[int, nn.Module]], group: Callable[[], Any]):
-        self._plan, self._experts, self._group = plan, experts, group
+        self._plan = plan
+        self._experts, self._group = experts, group
         self.done = False
 
     def load(

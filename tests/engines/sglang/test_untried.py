@@ -24,7 +24,7 @@ def test_a_family_that_proves_itself_answers_as_without_a_plan(texts, prompts, t
 
 
 def weights_elsewhere():
-    """What is taken for SGLang's own load places experts by the plan."""
+    """The load without a plan places experts by the plan, too."""
     from semmoe.engines.sglang import planned as rank
 
     rank.without_plan = nullcontext
