@@ -12,16 +12,20 @@ from semmoe.engines.support import FAMILIES as TRIED
 pytestmark = pytest.mark.timeout(600)
 UNTRIED = {"SEMMOE_UNTRIED": "1"}
 # vLLM runs FlexOlmo by transformers' code, with its own fused experts.
-SERVED = [pytest.param(name, marks=() if name == "granitemoeshared" else pytest.mark.families) for name in FAMILIES]
+NAMES = [*FAMILIES, "qwen3_next"]
+SERVED = [pytest.param(name, marks=() if name == "granitemoeshared" else pytest.mark.families) for name in NAMES]
+# What vLLM's linear attention on a CPU takes.
+CHANGES = {"qwen3_next": HEADS | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}}
+TYPES = {"qwen3_next": "bfloat16"}
 
 
 @pytest.mark.parametrize("family", SERVED)
 def test_a_family_that_proves_itself_answers_as_without_a_plan(family, texts, prompts, tmp_path):
     assert family not in TRIED["vllm"]
-    model = build(family, tmp_path, **HEADS)
+    model, dtype = build(family, tmp_path, **CHANGES.get(family, HEADS)), TYPES.get(family, "float32")
     plan = make_plan(model, texts, tmp_path, "dp2", 2)
-    planned = on_two_ranks(model, prompts, tmp_path / "planned", "dp2", UNTRIED | {"SEMMOE_PLAN": plan})
-    assert planned == on_two_ranks(model, prompts, tmp_path / "vanilla", "dp2")
+    planned = on_two_ranks(model, prompts, tmp_path / "planned", "dp2", UNTRIED | {"SEMMOE_PLAN": plan}, dtype=dtype)
+    assert planned == on_two_ranks(model, prompts, tmp_path / "vanilla", "dp2", dtype=dtype)
     assert counted(tmp_path / "planned", "remote_rows") > 0
 
 
