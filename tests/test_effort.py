@@ -66,7 +66,7 @@ def searches(monkeypatch):
     return made
 
 
-ALL = 3 * (3 + 2 * 2 + 3 * 2)  # layers, their starts, further rough prices from two layouts, finer prices from two
+ALL = 3 * (3 + 2 * 2 + 3)  # layers, their starts, further rough prices from two layouts, finer prices from one
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -167,3 +167,19 @@ def test_the_cause_of_a_load_above_the_limit_is_said():
     hot[~(hot[:, 0] == 3).any(axis=1), 0, 0] = 3  # every token uses expert 3 of the first layer
     assert "in 1 of" in causes(own + 0.01, 9.0, replace(TRACE, expert_ids=hot))
     assert "one expert alone is above it on its rank" in causes(own + 0.01, 9.0, replace(TRACE, expert_ids=hot))
+
+
+@pytest.mark.parametrize(("attention", "warned"), [("tp", True), ("dp", False)])
+def test_a_budget_below_the_least_solve_is_warned_of_before_it(tmp_path, monkeypatch, attention, warned):
+    monkeypatch.setattr(predictor, "least_seconds", lambda trace: 40.0)
+    save_trace(TRACE, tmp_path / "trace")
+    words = ["solve", str(tmp_path / "trace"), "--ep-size", "4", "--attention", attention, "--budget", "9"]
+    result = CliRunner().invoke(app, [*words, "--quick", "--out", str(tmp_path / "plan")])
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert ("--budget 9 is too short: the least solve of 3 layers of 8 experts takes about 80 s" in text) == warned
+
+
+def test_the_least_time_grows_with_layers():
+    one, thousand = (predictor.least_seconds(replace(TRACE.fingerprint, num_layers=n)) for n in (1, 1000))
+    assert 0 < one < thousand / 100

@@ -163,6 +163,18 @@ def test_a_higher_price_of_load_gives_layouts_of_less_load(redundant):
     assert dear.total(50.0) <= free.total(50.0)
 
 
+@pytest.mark.parametrize(("redundant", "searched"), [(0, 2), (4, 5)])
+def test_without_copies_a_start_that_ends_far_behind_is_the_last(monkeypatch, redundant, searched):
+    tokens = Tokens(*(np.zeros((4, 2), np.int16), *np.zeros((3, 4), np.int64)))
+    settings = replace(THOROUGH, starts=5, kept=1)
+    search = LayerSearch(layer_problem(tokens, settings, num_experts=8, redundant=redundant))
+    costs = iter([1.0, 1.02, 1.0, 1.0, 1.0])
+    layout = Layout(np.zeros((1, 1)), np.zeros(1), cost=0.0, load=0.0)
+    monkeypatch.setattr(search, "_run", lambda *given: replace(layout, cost=next(costs)))
+    search.rough([0.0])
+    assert len(search.found) == searched
+
+
 def test_a_layout_s_total_is_its_cost_its_moves_and_the_price_of_its_load():
     assert Layout(np.zeros((1, 1)), np.zeros(1), cost=1.0, load=2.0, move_cost=0.5).total(3.0) == 7.5
 

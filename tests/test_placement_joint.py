@@ -83,6 +83,16 @@ def test_more_starts_are_never_worse_and_names_of_experts_do_not_matter(seed):
     assert other == pytest.approx(many, abs=1e-5)
 
 
+def test_without_any_time_one_start_is_made():
+    rates, lengths = random_rates(0, 12, 2, 6)
+    for found, one in zip(
+        cocluster_requests(rates, lengths, 3, in_time=lambda: False),
+        cocluster_requests(rates, lengths, 3, starts=1),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(found, one)
+
+
 def test_the_token_limit_holds_where_whole_requests_allow():
     rates, lengths = random_rates(0, 200, 2, 8)
     _, labels = cocluster_requests(rates, lengths, 4, starts=2, token_limit=1.05)

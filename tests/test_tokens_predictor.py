@@ -151,6 +151,12 @@ def test_the_held_out_error_is_of_what_the_mean_misses_however_little_that_is():
     assert fit(trace, ANY_ROUTING, 0).held_out_error == pytest.approx(0.56, abs=0.05)
 
 
+def test_without_any_time_the_shortest_look_back_is_fitted():
+    trace = following_trace()
+    assert fit(trace, PredictorSettings(), 0).looks.lookback >= 1
+    assert fit(trace, PredictorSettings(), 0, lambda: False).looks.lookback == 0
+
+
 @pytest.mark.parametrize("judged", [2, 8])
 def test_the_error_on_some_experts_is_of_these_alone(monkeypatch, judged):
     """Experts 0 to 3 take turns with the token id, and 4 to 7 at random: some of both are judged."""

@@ -204,6 +204,7 @@ def solve_expected(
     begun = monotonic()
     advance = bars.task("solving without held-out requests", layers)
     half = None if budget is None else budget / 2
+    _warn_of_budget(problem)
     expected = expect(_within(problem, half, advance), measure, links, shape)
     advance(0 if expected else layers)
     advance = bars.task("solving", layers)
@@ -212,6 +213,18 @@ def solve_expected(
     charged = {"charged": links.described()} if problem.costs is not None and plan.method == "semmoe" else {}
     least = (expected or {}).get("shuffle_from") or plan.shuffle_from
     return replace(plan, shuffle_from=least, expected=expected, settings=plan.settings | charged)
+
+
+def _warn_of_budget(problem: "Problem") -> None:
+    from semmoe.tokens.predictor import least_seconds
+
+    budget, f = problem.settings.cocluster.budget, problem.trace.fingerprint
+    if budget is None or problem.topology.attn_tp_size == 1:
+        return
+    least = 2 * least_seconds(f)
+    if least > budget:
+        words = f"the least solve of {f.num_layers} layers of {f.num_experts} experts takes about {least:.0f} s"
+        console.warn(f"--budget {budget:g} is too short: {words}")
 
 
 def _within(problem: "Problem", seconds: float | None, progress: "Progress") -> "Problem":

@@ -6,7 +6,6 @@ Then one layout per layer is chosen, so that the mean load over layers in a batc
 limit at the least traffic. All layers have one price of load, since their times add.
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +18,10 @@ import numpy as np
 from semmoe.core import DECODE, PREFILL, Placement
 from semmoe.costs.rows import mean_costs, pair_cost
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
-from semmoe.placement.layers import InTime, LayerProblem, LayerSearch, Layout
+from semmoe.placement.layers import LayerProblem, LayerSearch, Layout
 from semmoe.placement.loads import expected_load, total_cost
 from semmoe.placement.problem import Problem, Tokens, weighed_tokens
+from semmoe.placement.search import InTime
 from semmoe.settings import CoclusterSettings
 from semmoe.tokens.copychoice import CopyChoice, preferred_copies
 from semmoe.tokens.kernels import SCALE
@@ -97,7 +97,7 @@ class _Layers:
         self.open: dict[int, tuple[LayerSearch, Sample]] = {}  # by layer
         self.turn, self.begun, self.until = count(1), monotonic(), until
 
-    def _in_time(self) -> Callable[[], bool]:
+    def _in_time(self) -> InTime:
         """Whether a further search of one phase of a layer may begin: each phase has an equal share of the time."""
         if self.until is None:
             return lambda: True

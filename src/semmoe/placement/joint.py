@@ -15,6 +15,7 @@ from scipy.optimize import linear_sum_assignment, quadratic_assignment
 
 from semmoe.numeric.assignment import equal_groups, improve_assignment, one_hot
 from semmoe.numeric.jit import njit
+from semmoe.placement.search import InTime
 
 STEPS = 30  # most alternations of one start; it ends earlier when the objective no longer rises
 SWEEPS = 30  # passes over the requests in one step
@@ -29,6 +30,7 @@ def cocluster_requests(
     starts: int = 100,
     seed: int = 0,
     token_limit: float = TOKEN_LIMIT,
+    in_time: InTime = lambda: True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(L, E) int64: the group of each expert, at most E / D, rounded up, per group; and (R,) int64: of each request.
 
@@ -36,12 +38,15 @@ def cocluster_requests(
     are partly predicted (`requests.predictor.RequestRates.planning_rates`) give better placements than the true ones,
     since online only the predicted part can be followed.
     lengths: (R,) tokens of each request. token_limit: most tokens of a group relative to the mean, as far as whole
-    requests allow. Every second start begins near the best result so far; the result with most local pairs is kept.
+    requests allow. in_time: whether a further start may begin. Every second start begins near the best result so far;
+    the result with most local pairs is kept.
     """
     rng = np.random.default_rng(seed)
     problem = _Problem(rates, lengths, num_groups, token_limit)
     best = problem.alternate(problem.start(rng))
     for i in range(1, starts):
+        if not in_time():
+            break
         found = problem.alternate(problem.kick(best[2], rng) if i % 2 else problem.start(rng))
         if found[0] > best[0]:
             best = found
@@ -49,7 +54,13 @@ def cocluster_requests(
 
 
 def recluster_requests(
-    rates: np.ndarray, lengths: np.ndarray, worth: np.ndarray, top_k: int, move_cost: float, seed: int = 0
+    rates: np.ndarray,
+    lengths: np.ndarray,
+    worth: np.ndarray,
+    top_k: int,
+    move_cost: float,
+    seed: int = 0,
+    in_time: InTime = lambda: True,
 ) -> np.ndarray:
     """(R,) int64: the group of each request, where experts are placed already and moves cost something.
 
@@ -62,7 +73,7 @@ def recluster_requests(
     flat = worth.reshape(-1, problem.groups).astype(np.float32)
     at_home = problem.rates @ flat
     near = problem.alternate(problem.place_requests(at_home, at_home.argmax(axis=1)))
-    experts, requests = cocluster_requests(rates, lengths, problem.groups, seed=seed)
+    experts, requests = cocluster_requests(rates, lengths, problem.groups, seed=seed, in_time=in_time)
     overlap = one_hot(experts.ravel(), problem.groups).T @ flat
     number = linear_sum_assignment(-overlap)[1]
     found = [near[1:], (number[experts.ravel()], number[requests])]

@@ -4,7 +4,6 @@ Over several nodes, starts come from a search in which nodes are the ranks (`hie
 which all layers share (`cocluster`).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -17,7 +16,7 @@ from semmoe.placement.homes import Sets, make_state
 from semmoe.placement.loads import draw_mixes, make_prices
 from semmoe.placement.moves import search_moves, sum_move_costs
 from semmoe.placement.problem import Tokens
-from semmoe.placement.search import Effort
+from semmoe.placement.search import Effort, InTime
 from semmoe.settings import CoclusterSettings
 from semmoe.topology import Topology
 from semmoe.traces.affinity import pair_count
@@ -32,8 +31,6 @@ FINER_STEPS = 0.8  # of the steps of a rough search
 # tokens take copies that need few rows. So the rows that it counts say less of a layout than its pairs.
 PAIR_BESIDE = 0.875
 TENURE = 8  # experts that were moved stay for at least one step per so many experts
-
-InTime = Callable[[], bool]  # whether further work may begin
 
 
 @dataclass(frozen=True, kw_only=True)

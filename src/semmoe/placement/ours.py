@@ -10,6 +10,7 @@ from semmoe.costs.rows import RowCosts, near_and_far
 from semmoe.placement import cocluster
 from semmoe.placement.joint import cocluster_requests, pairs_between, recluster_requests, seat_groups
 from semmoe.placement.problem import Problem, Solution
+from semmoe.placement.search import InTime
 from semmoe.requests import predictor as request_map
 from semmoe.requests.capacity import CapacityScheduler
 from semmoe.requests.policy import RoundRobin
@@ -20,22 +21,28 @@ from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
 from semmoe.traces.split import near_duplicates
 
-SEARCHING = 0.9  # share of a budget of time after which the search ends, and the tables are made
+# Shares of a budget of time: after the first only what must be known before the search is still computed; after the
+# second the search ends, and the tables are made.
+PREPARING, SEARCHING = 0.3, 0.9
 
 
 def solve(problem: Problem) -> Solution:
     """Plan requests by a learned linear map, experts by `cocluster`, and tokens by the path predictor."""
     trace, topology, settings = problem.trace, problem.topology, problem.settings
     begun, budget = monotonic(), settings.cocluster.budget
+
+    def in_time() -> bool:
+        return budget is None or monotonic() < begun + PREPARING * budget
+
     groups = start = rates = predictor = None
     if topology.dp_size > 1:
         rates = request_map.fit_request_rates(trace, near_duplicates(trace), seed=settings.seed)
         if problem.previous is None:
-            groups, start = _request_groups(problem, rates)
+            groups, start = _request_groups(problem, rates, in_time)
         else:
-            groups = _groups_from(problem, rates, problem.previous.placement)
+            groups = _groups_from(problem, rates, problem.previous.placement, in_time)
     if topology.attn_tp_size > 1:
-        predictor = predict.fit(trace, _predictor_settings(problem), settings.seed)
+        predictor = predict.fit(trace, _predictor_settings(problem), settings.seed, in_time)
     until = None if budget is None else begun + SEARCHING * budget
     placement = cocluster.place(problem, predictor, groups, start, until)
     if groups is not None and problem.previous is None and topology.num_nodes in (1, topology.ep_size):
@@ -77,21 +84,24 @@ def _likely_groups(trace: RoutingTrace, rates: request_map.RequestRates, worth: 
     return np.array([np.argmax(scheduler.score(trace.prompt(r))) for r in range(trace.num_requests)])
 
 
-def _groups_from(problem: Problem, rates: request_map.RequestRates, previous: Placement) -> np.ndarray:
+def _groups_from(problem: Problem, rates: request_map.RequestRates, previous: Placement, in_time: InTime) -> np.ndarray:
     """(R,) the group of each request, where experts are placed already."""
     settings, top_k = problem.settings, problem.trace.fingerprint.top_k
     gains = _worth(previous, problem.topology, problem.charges)
     groups = _likely_groups(problem.trace, rates, gains)
     known = rates.planning_rates, rates.lengths
-    groups[rates.requests] = recluster_requests(*known, gains, top_k, settings.cocluster.move_cost, settings.seed)
+    move_cost = settings.cocluster.move_cost
+    groups[rates.requests] = recluster_requests(*known, gains, top_k, move_cost, settings.seed, in_time)
     return groups
 
 
-def _request_groups(problem: Problem, rates: request_map.RequestRates) -> tuple[np.ndarray, np.ndarray]:
+def _request_groups(
+    problem: Problem, rates: request_map.RequestRates, in_time: InTime
+) -> tuple[np.ndarray, np.ndarray]:
     """The group (R,) of each request, clustered jointly over all layers, and rank labels (L, E) to start from."""
     D, S = problem.topology.dp_size, problem.topology.attn_tp_size
     known = rates.planning_rates, rates.lengths
-    expert_groups, of_fitted = cocluster_requests(*known, D, seed=problem.settings.seed)
+    expert_groups, of_fitted = cocluster_requests(*known, D, seed=problem.settings.seed, in_time=in_time)
     between = _between_groups(problem)
     if _uneven(between):
         seats = seat_groups(pairs_between(*known, expert_groups, of_fitted, D), between)

@@ -13,12 +13,14 @@ with one `RowCosts` for each kind of tokens, plus `load_price` times the expecte
 Moves are: swap the contents of two slots; replace an expert that has another copy; make another copy the primary one.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from semmoe.placement.homes import best_homes, inlined, njit
 
+InTime = Callable[[], bool]  # whether further work may begin
 PRICE_UNITS = 2**20  # prices are multiples of 1 / PRICE_UNITS, so that sums are exact and ties are recognised
 
 

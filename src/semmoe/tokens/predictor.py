@@ -16,6 +16,7 @@ the squared error on held-out requests.
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from os import cpu_count
+from time import perf_counter
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from semmoe.tokens.regression import (
     with_looks,
 )
 from semmoe.tokens.slices import Looks, PathScores
+from semmoe.topology import Fingerprint
 from semmoe.traces.affinity import resolve_tokens
 from semmoe.traces.split import draw_requests
 
@@ -69,10 +71,13 @@ class Predictor:
     held_out_error: float  # squared error on held-out requests, relative to that of the mean alone
 
 
-def fit(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> Predictor:
-    """Fit every layer on the tokens of `trace` (at most `settings.max_tokens`, whole requests)."""
+def fit(trace: RoutingTrace, settings: PredictorSettings, seed: int, in_time=lambda: True) -> Predictor:
+    """Fit every layer on the tokens of `trace` (at most `settings.max_tokens`, whole requests).
+
+    in_time: whether a further look-back may be tried, beside the shortest.
+    """
     sample = _sample(trace, settings.max_tokens, seed)
-    looks, ridge, error = _choose(sample, settings, seed)
+    looks, ridge, error = _choose(sample, settings, seed, in_time)
 
     def one(layer: int) -> LayerFit:
         design = design_of(sample, layer, looks, count_tokens(sample, layer), loo=True)
@@ -84,6 +89,16 @@ def fit(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> Predicto
     return Predictor(layers=layers, looks=looks, ridge=ridge, held_out_error=error)
 
 
+def least_seconds(f: Fingerprint) -> float:
+    """About how long `fit` takes at least for a model, by the time of a small layer's equations on this machine."""
+    small, seconds = 256, []
+    for _ in range(8):  # the first calls may wait for threads to start
+        begun = perf_counter()
+        ridge_weights(np.eye(3 * small), np.ones((3 * small, small)), 1.0)
+        seconds.append(perf_counter() - begun)
+    return min(seconds) * (f.num_experts / small) ** 3 * f.num_layers / (cpu_count() or 1)
+
+
 def _shape(trace: RoutingTrace) -> tuple[int, int]:
     return trace.fingerprint.top_k, trace.fingerprint.num_experts
 
@@ -93,7 +108,7 @@ def _sample(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
     return trace.select(draw_requests(np.diff(trace.request_offsets), max_tokens, seed))
 
 
-def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[Looks, float, float]:
+def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int, in_time) -> tuple[Looks, float, float]:
     """Choose what to look at and the ridge by the squared error on a quarter of the requests, at a few layers.
 
     The fewest rows within `settings.tolerance` of the best error are chosen. Also returns their error.
@@ -112,8 +127,8 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
     deepest = max(one.lookback for one in shapes)
     layers = sorted({min(max(L * (2 * i + 1) // 6, deepest), L - 1) for i in range(3)})
     with ThreadPoolExecutor(cpu_count()) as pool:
-        totals = np.sum(list(pool.map(lambda layer: _held_out(rest, held, layer, shapes), layers)), axis=0)
-    errors = totals[..., 0] / np.maximum(totals[..., 1], 1e-9)
+        totals = np.sum(list(pool.map(lambda layer: _held_out(rest, held, layer, shapes, in_time), layers)), axis=0)
+    errors = totals[..., 0] / np.maximum(totals[:1, :, 1], 1e-9)
     for shape, of_ridge in zip(shapes, errors, strict=True):
         i = int(of_ridge.argmin())
         if of_ridge[i] <= errors.min() * (1 + settings.tolerance):
@@ -131,17 +146,22 @@ def _candidates(trace: RoutingTrace, lookback: int | None) -> list[Looks]:
     return fit or [Looks(lookback=most, ordered=0)]
 
 
-def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[Looks]) -> np.ndarray:
-    """(shapes, ridges, 2): squared error, and that of the mean alone, on one layer of `held` and some experts."""
+def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[Looks], in_time) -> np.ndarray:
+    """(shapes, ridges, 2): squared error, and that of the mean alone, on one layer of `held` and some experts.
+
+    The error of shapes that were not tried in time is infinite.
+    """
     E, counts = rest.fingerprint.num_experts, count_tokens(rest, layer)
     judged = np.sort(np.random.default_rng(0).permutation(E)[:JUDGED])
     truth = np.zeros((held.num_tokens, E), np.float32)
     np.put_along_axis(truth, held.expert_ids[:, layer].astype(np.int64), 1, axis=1)
     truth = truth[:, judged]
-    out = np.empty((len(shapes), len(RIDGES), 2))
+    out = np.full((len(shapes), len(RIDGES), 2), np.inf)
     first, tested = (design_of(part, layer, shapes[0], counts, loo=part is rest) for part in (rest, held))
     of_dense, nothing = dense_products(first), ((first.mean[judged] - truth) ** 2).sum()
     for s, shape in enumerate(shapes):  # shapes differ in their path alone
+        if s > 0 and not in_time():
+            break
         test = with_looks(tested, held, layer, shape)
         square, target = products(with_looks(first, rest, layer, shape), of_dense)
         for i, ridge in enumerate(RIDGES):
