@@ -1,6 +1,7 @@
 """What engines capture of our decode passes in CUDA graphs, traced on a device that is not there."""
 
 import operator
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -34,16 +35,43 @@ def comm():
 @pytest.mark.parametrize("rows", SIZES)
 def test_a_decode_pass_stays_on_the_device(rows):
     with fake_ranks(rows % RANKS, RANKS) as comm, on_gpu():
-        operations, launched = replays(captured(comm, rows))
-    assert operations > 20 * LAYERS
+        launched = replays(captured(comm, rows))
     assert {"score_kernel", "assign_kernel", "scatter_kernel", "gather_kernel"} <= set(launched)
+
+
+def launches_of_a_layer(comm, rows, recorded=False) -> Counter[str]:
+    """Kernels that a layer adds to a decode pass in which the look-back is full, without the engine's own sum."""
+
+    def of(layers: int) -> Counter[str]:
+        case = Captured(comm, plan(2), rows, SLOTS, WIDTH, GPU)
+        if recorded:
+            case.record()
+        case.norms = case.norms[:layers]
+        return Counter(replays(case))
+
+    return of(LAYERS) - of(LAYERS - 1) - Counter(["aten::add"])
+
+
+@pytest.mark.parametrize(("rows", "launches"), [(8, 13), (512, 13), (2048, 16)])
+def test_how_many_kernels_a_shuffled_layer_launches(comm, rows, launches):
+    with on_gpu():
+        found = launches_of_a_layer(comm, rows)
+        assert found.total() == launches, found
+        assert launches_of_a_layer(comm, rows, recorded=True) - found == Counter({"aten::copy_": 1})
+
+
+def test_how_many_kernels_a_layer_of_attention_dp_launches(comm):
+    with on_gpu():
+        case = captured(comm, 8)
+        assert replays(lambda: case.traffic.count(case.chosen, case.per_rank)) == ["count_kernel"]
+        assert replays(case.routed) == ["semmoe::cover_copies", "count_kernel"]
 
 
 @pytest.mark.parametrize("rows", [7, 8, 9])
 def test_a_graph_is_shuffled_or_not_by_its_size(comm, rows):
     """From 9 rows on, padding to whole slices included; a graph of fewer launches no kernel of the shuffle."""
     with on_gpu():
-        launched = replays(captured(comm, rows, shuffle_from=9))[1]
+        launched = replays(captured(comm, rows, shuffle_from=9))
     assert ("assign_kernel" in launched) == (rows == 9)
 
 
@@ -53,7 +81,7 @@ def test_the_kernel_that_chooses_copies_is_launched_with_static_shapes():
     with on_gpu():
         ids = table((8, TOP_K), torch.int64)
         tables = table((EXPERTS, 2), torch.int16), table((EXPERTS, 2), torch.int32), table((EXPERTS,), torch.int16)
-        assert replays(lambda: cover_copies(ids, *tables, 0, RANKS))[1] == ["cover_kernel"]
+        assert replays(lambda: cover_copies(ids, *tables, 0, RANKS)) == ["cover_kernel"]
 
 
 def test_negative_controls(comm):
@@ -92,8 +120,11 @@ def test_a_pass_over_prompts_stays_on_the_device_once_it_is_begun(comm):
         shuffler.reserve(SLOTS)
         with launches_of_triton() as kernels:
             shuffler.start(case.batch.input_ids, prompts, table((8,), torch.bool), table((2,), torch.int64))
-            with StaysOnDevice():
+            with StaysOnDevice(kernels):
+                begun = len(kernels)
                 for layer in range(LAYERS):
                     shuffler.slices(layer)
                     shuffler.observe(layer, table((8, TOP_K), torch.uint8))
     assert kernels.count("sums_kernel") == kernels.count("in_turn_kernel") == 1
+    # beside these and a stack of all ids: seven a layer, and from the second layer on a stack of the ids known so far
+    assert len(kernels) - begun == 7 * LAYERS + LAYERS - 1 + 3

@@ -63,7 +63,7 @@ def test_a_decode_pass_stays_on_the_device(plans, monkeypatch):
     plan = load_plan(plans["tp2"])
     with fake_ranks(0, 2) as comm, on_gpu():
         for rows in SIZES[::3]:
-            assert replays(Captured(comm, plan, rows))[0] > 100
+            assert len(replays(Captured(comm, plan, rows))) > 100
 
 
 @pytest.mark.parametrize(
