@@ -26,7 +26,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from semmoe.runtime.kernels import argsort, assign, copies, history, scores, shuffle, traffic
+from semmoe.runtime.kernels import argsort, assign, copies, history, scores, shuffle
 from semmoe.tokens.kernels import CHUNK
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32),
@@ -70,12 +70,11 @@ def kernels() -> Iterator[Kernel]:
     counts = {"real": "*i1", "totals": "*i64", "counted": "*i32"}
     yield Kernel(argsort.scatter_kernel, {**pointers, **outs, **counts}, sizes, {"ALONE": False, **table})
     held = {"expert_ids": "*i32", "ranks": "*i16", "physical": "*i32", "preferred": "*i16", "out": "*i32"}
-    yield Kernel(copies.cover_kernel, held, ("source", "num_ranks", "K"), {"COPIES": 2, "EXPERTS": 8, "RANKS": 8},
-                 warps=1)  # fmt: skip
-    totals = dict.fromkeys(("real", "pairs", "rows", "node_rows", "tokens"), "*i64")
-    yield Kernel(traffic.count_kernel, {"expert_ids": "*i32", **totals},
-                 ("number", "top_k", "per_rank", "width", "num_ranks", "num_nodes"),
-                 {"BOUND": True, "BLOCK": 32, "EXPERTS": 8, "RANKS": 8, "NODES": 1})  # fmt: skip
+    held |= {"totals": "*i64", "real": "*i64"}
+    sizes = ("number", "top_k", "source", "num_ranks", "per_rank", "width")
+    block = {"BLOCK": copies.TILE // 64, "EXPERTS": 8, "RANKS": 8, "NODES": 1}
+    for width in (0, 1, 2):  # rows are counted; ids are looked up; copies are chosen
+        yield Kernel(copies.place_kernel, held, sizes, {"COPIES": width, "COUNT": True, "BOUND": True, **block})
     block = {"BLOCK": history.TILE // 8, "WIDTH": 8}
     states = {"running": "*i32", "previous": "*i32", "slots": "*i64"}
     yield Kernel(history.contribution_kernel, {"out": "*i32", "mean": "*i16", "decoding": "*i1", **states},

@@ -194,7 +194,7 @@ class Captured:
 
     def routed(self) -> None:
         """What hooks do at every router: copies are chosen and traffic is counted."""
-        self.traffic.count(self.copies.to_physical(self.chosen), self.per_rank)
+        self.traffic.place(self.copies, self.chosen, self.per_rank)
 
 
 def unshuffled(rows: torch.Tensor, residual: torch.Tensor, *others, **call) -> tuple[torch.Tensor, torch.Tensor]:

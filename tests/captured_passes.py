@@ -52,7 +52,7 @@ def launches_of_a_layer(comm, rows, recorded=False) -> Counter[str]:
     return of(LAYERS) - of(LAYERS - 1) - Counter(["aten::add"])
 
 
-@pytest.mark.parametrize(("rows", "launches"), [(8, 13), (512, 13), (2048, 16)])
+@pytest.mark.parametrize(("rows", "launches"), [(8, 12), (512, 12), (2048, 15)])
 def test_how_many_kernels_a_shuffled_layer_launches(comm, rows, launches):
     with on_gpu():
         found = launches_of_a_layer(comm, rows)
@@ -63,8 +63,8 @@ def test_how_many_kernels_a_shuffled_layer_launches(comm, rows, launches):
 def test_how_many_kernels_a_layer_of_attention_dp_launches(comm):
     with on_gpu():
         case = captured(comm, 8)
-        assert replays(lambda: case.traffic.count(case.chosen, case.per_rank)) == ["count_kernel"]
-        assert replays(case.routed) == ["semmoe::cover_copies", "count_kernel"]
+        assert replays(lambda: case.traffic.count(case.chosen, case.per_rank)) == ["place_kernel"]
+        assert replays(case.routed) == ["semmoe::place_experts"]
 
 
 @pytest.mark.parametrize("rows", [7, 8, 9])
@@ -75,13 +75,15 @@ def test_a_graph_is_shuffled_or_not_by_its_size(comm, rows):
     assert ("assign_kernel" in launched) == (rows == 9)
 
 
-def test_the_kernel_that_chooses_copies_is_launched_with_static_shapes():
-    from semmoe.runtime.kernels.copies import cover_copies
+@pytest.mark.parametrize("copies", [1, 2])
+def test_copies_are_chosen_and_counted_by_one_kernel(copies):
+    from semmoe.runtime.kernels.copies import place
 
     with on_gpu():
-        ids = table((8, TOP_K), torch.int64)
-        tables = table((EXPERTS, 2), torch.int16), table((EXPERTS, 2), torch.int32), table((EXPERTS,), torch.int16)
-        assert replays(lambda: cover_copies(ids, *tables, 0, RANKS)) == ["cover_kernel"]
+        tables = [table((EXPERTS, copies), torch.int16), table((EXPERTS, copies), torch.int32)]
+        tables.append(table((EXPERTS,), torch.int16))
+        given = table((8, TOP_K), torch.int64), tables, 0, table((2 * RANKS + 2,), torch.int64), RANKS, 4, RANKS
+        assert replays(lambda: place(*given, table((1,), torch.int32))) == ["aten::zeros", "place_kernel"]
 
 
 def test_negative_controls(comm):

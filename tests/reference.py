@@ -51,32 +51,29 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     return rows[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
 
 
-def count(
-    expert_ids: Tensor, per_rank: int, width: int, real: Tensor | None,
-    pairs: Tensor, rows: Tensor, node_rows: Tensor, tokens: Tensor,
-) -> None:  # fmt: skip
-    """Add (n, K) ids, -1 for none, to pairs (R,), rows (R,), node_rows (D,) and tokens (), int64."""
-    size = len(rows)
+def count(expert_ids: Tensor, totals: Tensor, num_ranks: int, per_rank: int, width: int, real: Tensor | None) -> None:
+    """Add physical ids (n, K), -1 for none, to totals of pairs (R,), rows (R,), rows of nodes (D,) and tokens (1,)."""
     if real is not None:
-        expert_ids = torch.where(
-            (torch.arange(len(expert_ids), device=expert_ids.device) < real)[:, None], expert_ids, -1
-        )
-    owners = torch.where(expert_ids < 0, size, expert_ids // per_rank).long()
-    reached = owners.new_zeros((len(owners), size + 1)).scatter_(1, owners, 1)
-    pairs += owners.new_zeros(size + 1).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))[:-1]
+        counts = (torch.arange(len(expert_ids), device=expert_ids.device) < real)[:, None]
+        expert_ids = torch.where(counts, expert_ids, -1)
+    owners = torch.where(expert_ids < 0, num_ranks, expert_ids // per_rank).long()
+    reached = owners.new_zeros((len(owners), num_ranks + 1)).scatter_(1, owners, 1)
+    pairs = owners.new_zeros(num_ranks + 1).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))
     nodes = reached[:, :-1].unflatten(1, (-1, width)).amax(dim=2)  # (n, nodes)
-    rows += reached.sum(dim=0)[:-1]
-    node_rows += nodes.sum(dim=0)
-    tokens += nodes.amax(dim=1).sum()
+    tokens = nodes.amax(dim=1).sum(0, keepdim=True)
+    totals += torch.cat([pairs[:-1], reached.sum(dim=0)[:-1], nodes.sum(dim=0), tokens])
 
 
-def cover_copies(
-    expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
-) -> Tensor:
+def place(
+    expert_ids: Tensor, tables: Sequence[Tensor], source: int,
+    totals: Tensor, num_ranks: int, per_rank: int, width: int, real: Tensor | None,
+) -> Tensor:  # fmt: skip
     """(n, K) physical ids of experts (n, K), -1 for -1, by the rule `cover` of `copychoice` for tokens of one rank.
 
-    ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
+    tables: ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
+    The physical ids are counted unless totals is empty.
     """
+    ranks, physical, preferred = tables
     known, ids, K = expert_ids >= 0, expert_ids.long().clamp(min=0), expert_ids.shape[1]
     every = torch.arange(num_ranks, device=ids.device)
     held = (ranks[ids][..., None] == every).any(2) & known[..., None]  # (n, K, G)
@@ -94,7 +91,10 @@ def cover_copies(
         taken = left.gather(2, best[..., None].expand(-1, K, 1))[..., 0] > 0
         chosen = torch.where(taken, best, chosen)
     copy = (ranks[ids] == chosen[..., None]) & known[..., None]
-    return torch.where(copy, physical[ids], -1).amax(2).long()
+    out = torch.where(copy, physical[ids], -1).amax(2).to(expert_ids.dtype)
+    if len(totals):
+        count(out, totals, num_ranks, per_rank, width, real)
+    return out
 
 
 def shuffled_reduce_scatter(partials: list[Tensor], ranks: Tensor) -> list[Tensor]:

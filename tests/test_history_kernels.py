@@ -1,4 +1,4 @@
-"""The kernels of histories and of traffic against plain torch, bit for bit; Triton runs in its interpreter here."""
+"""The kernels of histories against plain torch, bit for bit; Triton runs in its interpreter here."""
 
 import numpy as np
 import oracles
@@ -81,38 +81,17 @@ def check_by_weight(kernels, rows: int, top_k: int) -> None:
         assert torch.equal(kernels.by_weight(*given), reference.by_weight(*given))
 
 
-def check_count(kernels, rows: int, ranks: int, nodes: int, real: int | None) -> None:
-    """On top of what was counted before."""
-    rng = np.random.default_rng(rows)
-    ids = torch.from_numpy(rng.integers(-1, 3 * ranks, (rows, 5)).astype(np.int32))
-    bound = None if real is None else torch.tensor(real)
-    shapes = (ranks,), (ranks,), (nodes,), ()
-    totals, theirs = ([torch.full(shape, start) for shape in shapes] for start in (7, 0))
-    kernels.count(ids, 3, ranks // nodes, bound, *totals)
-    reference.count(ids, 3, ranks // nodes, bound, *theirs)
-    for ours, other in zip(totals, theirs, strict=True):
-        assert torch.equal(ours - 7, other)
-
-
-def check_all(history, traffic) -> None:
+def check_all(history) -> None:
     for shape in SHAPES:
         check_history(history, shape)
     for slots, (_, *shape) in zip(TURNS, (*SHAPES, SHAPES[1]), strict=True):
         check_in_turn(history, slots, *shape)
     for rows, top_k in ((1, 1), (5, 3), (300, 8)):
         check_by_weight(history, rows, top_k)
-    for rows, ranks, nodes, real in (
-        (1, 1, 1, None),
-        (7, 4, 2, 5),
-        (200, 12, 3, 200),
-        (300, 512, 64, None),
-        (9, 8, 1, 0),
-    ):
-        check_count(traffic, rows, ranks, nodes, real)
 
 
 def test_all_on_a_cpu():
-    check_all(on_cpu, on_cpu)
+    check_all(on_cpu)
 
 
 def test_triton_interpreted():
@@ -122,7 +101,7 @@ def test_triton_interpreted():
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_triton_compiles(target):
     pytest.importorskip("triton", reason=NO_TRITON)
-    from semmoe.runtime.kernels import history, traffic
+    from semmoe.runtime.kernels import history
 
     block = {"BLOCK": 64, "WIDTH": 8}
     states = {"running": "*i32", "previous": "*i32", "slots": "*i64", "out": "*u8"}
@@ -137,13 +116,9 @@ def test_triton_compiles(target):
     compiles(target, history.in_turn_kernel, kinds, (*numbers, "num_slots"), {"TOP_K": 4, "WIDTH": 8})
     kinds = {"out": "*u8", "expert_ids": "*i32", "weights": "*fp32"}
     compiles(target, history.by_weight_kernel, kinds, ("number",), {"TOP_K": 8, **block})
-    kinds = dict.fromkeys(("real", "pairs", "rows", "node_rows", "tokens"), "*i64")
-    numbers = ("number", "top_k", "per_rank", "width", "num_ranks", "num_nodes")
-    sizes = {"BOUND": True, "BLOCK": 8, "EXPERTS": 8, "RANKS": 16, "NODES": 2}
-    compiles(target, traffic.count_kernel, {**kinds, "expert_ids": "*i32"}, numbers, sizes)
 
 
 if __name__ == "__main__":
-    from semmoe.runtime.kernels import history, traffic
+    from semmoe.runtime.kernels import history
 
-    check_all(history, traffic)
+    check_all(history)

@@ -10,10 +10,10 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
-import reference
 import torch
 from test_argsort import check as check_argsort
-from test_history_kernels import check_by_weight, check_count, check_history, check_in_turn
+from test_copychoice import check_count, check_place
+from test_history_kernels import check_by_weight, check_history, check_in_turn
 from test_shuffle_kernels import check_rows_by_index
 from test_tokens_backends import check_assign, check_score
 from torch.utils._pytree import tree_map
@@ -64,17 +64,18 @@ def moved(values, device: str):
     return tree_map(one, values)
 
 
-def check_cover(kernels, tokens: int) -> None:
+def check_copies(kernels, tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP_K].copy())
     ids[rng.random(ids.shape) < 0.05] = -1
-    ranks = rng.integers(RANKS, size=(EXPERTS, COPIES)).astype(np.int16)
+    ranks = np.argsort(rng.random((EXPERTS, RANKS)), axis=1)[:, :COPIES].astype(np.int16)
     ranks[::2, 1] = -1  # half of the experts have one copy
-    physical = np.where(ranks >= 0, np.arange(2 * EXPERTS).reshape(EXPERTS, COPIES), -1).astype(np.int32)
+    slots = rng.permutation(2 * EXPERTS // RANKS).astype(np.int32)  # of which each rank has as many
+    physical = np.where(ranks >= 0, ranks * len(slots) + rng.choice(slots, ranks.shape), -1).astype(np.int32)
     tables = [torch.from_numpy(t) for t in (ranks, physical, ranks[:, 0].copy())]
     for source in (0, RANKS - 1):
-        ours = kernels.cover_copies(ids, *tables, source, RANKS)
-        assert torch.equal(ours, reference.cover_copies(ids, *tables, source, RANKS))
+        check_place(kernels, ids, tables, source, RANKS)
+        check_place(kernels, ids, [t[:, :1].contiguous() for t in tables[:2]] + tables[2:], source, RANKS)
 
 
 def check_scores(kernels, tokens: int) -> None:
@@ -84,20 +85,20 @@ def check_scores(kernels, tokens: int) -> None:
 
 def check_all(tokens: int, on) -> None:
     """Raises AssertionError where a kernel and its reference differ in a bit. on: what a module is called through."""
-    from semmoe.runtime.kernels import argsort, assign, copies, history, scores, shuffle, traffic
+    from semmoe.runtime.kernels import argsort, assign, copies, history, scores, shuffle
 
     ranks = np.random.default_rng(tokens).integers(RANKS, size=tokens)
     checks = {
         "rows by index": lambda: check_rows_by_index(on(shuffle), torch.bfloat16, tokens, HIDDEN),
         "argsort": lambda: check_argsort(on(argsort).order_of_real, ranks, RANKS),
-        "copy choice": lambda: check_cover(on(copies), tokens),
+        "copies, counted": lambda: check_copies(on(copies), tokens),
         "scores": lambda: check_scores(on(scores), tokens),
         "histories": lambda: check_history(on(history), (tokens, RANKS, TOP_K, EXPERTS)),
         "histories of prompts": lambda: check_in_turn(
             on(history), np.arange(tokens) // 200 + 1, RANKS, TOP_K, EXPERTS, layers=2
         ),
         "experts by weight": lambda: check_by_weight(on(history), tokens, TOP_K),
-        "traffic": lambda: check_count(on(traffic), tokens, RANKS, 2, tokens * 3 // 4),
+        "traffic": lambda: check_count(on(copies), tokens, RANKS, 2, tokens * 3 // 4),
         "assignment": lambda: check_assign(on(assign), "random", tokens, RANKS),
         "assignment to 2, 16 and 64": lambda: [check_assign(on(assign), "random", tokens, s) for s in (2, 16, 64)],
     }

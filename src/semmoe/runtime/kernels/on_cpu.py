@@ -165,30 +165,51 @@ def _sort(ranks, real, order, inverse, counts):
         inverse[i] = to
 
 
-def cover_copies(
-    expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
-) -> Tensor:
-    """(n, K) physical ids of experts (n, K), -1 for -1, by the rule `cover` of `copychoice` for a rank's tokens.
+def place(
+    expert_ids: Tensor, tables: Sequence[Tensor], source: int,
+    totals: Tensor, num_ranks: int, per_rank: int, width: int, real: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """(n, K) physical ids of experts (n, K), in their type, -1 for -1, by the rule `cover` for tokens of rank `source`.
 
-    ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
+    tables: ranks (E, X) and physical ids (E, X) of the copies nearest to it, padded with -1; the preferred rank (E,).
+    The ids are counted as by `count`, unless totals is empty.
     """
-    near = ranks.numpy(), physical.numpy(), preferred.numpy()
-    return torch.from_numpy(cover(expert_ids.long().numpy(), near, source, num_ranks))
+    ranks, physical, preferred = _arrays(*tables)
+    ids = expert_ids.long().numpy()
+    one = physical.shape[1] == 1
+    found = _only(ids, physical) if one else cover(ids, (ranks, physical, preferred), source, num_ranks)
+    out = torch.from_numpy(found).to(expert_ids.dtype)
+    if len(totals):
+        count(out, totals, num_ranks, per_rank, width, real)
+    return out
 
 
-def count(
-    expert_ids: Tensor, per_rank: int, width: int, real: Tensor | None,
-    pairs: Tensor, rows: Tensor, node_rows: Tensor, tokens: Tensor,
-) -> None:  # fmt: skip
-    """Add (n, K) ids, -1 for none, to pairs (R,), rows (R,), node_rows (D,) and tokens (), int64.
+@njit(nogil=True)
+def _only(expert_ids, physical):
+    out = np.empty_like(expert_ids)
+    for t in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            out[t, k] = physical[expert_ids[t, k], 0] if expert_ids[t, k] >= 0 else -1
+    return out
 
-    width: ranks per node. real (): only this number of the first rows counts.
+
+def count(expert_ids: Tensor, totals: Tensor, num_ranks: int, per_rank: int, width: int, real: Tensor | None) -> None:
+    """Add physical ids (n, K), -1 for none, to the totals (2 * R + D + 1,) int64 of `TrafficCounter`, R ranks, D nodes.
+
+    per_rank: experts per rank; width: ranks per node; real (1,): only this number of the first rows counts.
     """
-    size, ids = len(rows), expert_ids if real is None else expert_ids[: int(real)]
-    owners = torch.where(ids < 0, size, ids // per_rank).long()  # the last place is for none
-    reached = owners.new_zeros((len(owners), size + 1)).scatter_(1, owners, 1)[:, :size]
-    nodes = reached.unflatten(1, (-1, width)).amax(dim=2)  # (n, D)
-    pairs += torch.bincount(owners.flatten(), minlength=size + 1)[:size]
-    rows += reached.sum(dim=0)
-    node_rows += nodes.sum(dim=0)
-    tokens += nodes.amax(dim=1).sum()
+    number = len(expert_ids) if real is None else min(int(real), len(expert_ids))
+    _count(expert_ids.numpy(), number, totals.numpy(), num_ranks, per_rank, width)
+
+
+@njit(nogil=True)
+def _count(expert_ids, number, totals, num_ranks, per_rank, width):
+    reached = np.full(totals.shape[0], -1, np.int64)  # the last token that each total of rows was raised for
+    for t in range(number):
+        for k in range(expert_ids.shape[1]):
+            if expert_ids[t, k] >= 0:
+                rank = expert_ids[t, k] // per_rank
+                totals[rank] += 1
+                for place in (num_ranks + rank, 2 * num_ranks + rank // width, totals.shape[0] - 1):
+                    totals[place] += reached[place] != t
+                    reached[place] = t
