@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from semmoe.runtime.rows import sum_in_order
-from semmoe.runtime.tables import ScoreTables, Turns
+from semmoe.runtime.tables import Rows, ScoreTables, States, Turns
 from semmoe.tokens.kernels import (
     BUCKETS,
     FINE_BITS,
@@ -41,14 +41,24 @@ def order_of_real(ranks: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tenso
     return torch.where(real[order], order, -1), inverse, counts
 
 
-def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
-    """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first."""
+def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype, logical: Tensor | None = None) -> Tensor:
+    """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first.
+
+    logical (P,): the expert of each physical id.
+    """
+    if logical is not None:
+        expert_ids = torch.where(expert_ids < 0, -1, logical[expert_ids.long()])
     return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True)).to(kind)
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     """rows (N, H), index (M,) -> (M, H), zeros where the index is -1."""
     return rows[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
+
+
+def gather_both(rows: Tensor, others: Tensor, index: Tensor, first: int, number: int) -> tuple[Tensor, Tensor]:
+    """rows (N, H) by index (M,), and others (N, H) by `number` of its entries from `first` on."""
+    return gather_rows(rows, index), gather_rows(others, index[first : first + number])
 
 
 def count(expert_ids: Tensor, totals: Tensor, num_ranks: int, per_rank: int, width: int, real: Tensor | None) -> None:
@@ -157,6 +167,17 @@ def look_up_tokens(
     return torch.stack([tables.token_scores[l, rows, columns].int() << tables.token_shift[l] for l in layers])
 
 
+def slices(
+    tables: ScoreTables, layer: int, first_rank: int, looked_up: Tensor, routed: Tensor, rows: Rows, states: States
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The slices of a pass's rows at a layer, as order, inverse and counts: see `on_cpu.slices`."""
+    earlier = routed[max(layer - tables.lookback, 0) : layer].flip(0)
+    known = (state[layer] for state in states[:2])
+    history = contribution(tables.history_scores[layer], *known, rows.slots, rows.decoding)
+    scores = score(tables, layer, first_rank, looked_up[layer], earlier, history, rows.real)
+    return order_of_real(assign(scores), rows.real, looked_up.shape[2])
+
+
 def score(
     tables: ScoreTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor, real: Tensor
 ) -> Tensor:
@@ -178,35 +199,36 @@ def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor,
     return torch.where(decoding[:, None], known, rows[-1].int())
 
 
-def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> Tensor:
-    """Observe one token of each of `slots` (B,), distinct except for slot 0, which is padding.
+def restore(
+    rows: Tensor, expert_ids: Tensor, inverse: Tensor,
+    layer: int, routed: Tensor, told: Rows, tables: ScoreTables, states: States,
+) -> Tensor:  # fmt: skip
+    """Put rows and their experts back in order, and observe the experts: see `on_cpu.restore`."""
+    routed[layer] = expert_ids[inverse].masked_fill(~told.real[:, None], 0).to(routed.dtype)
+    if told.turns is None:
+        observe(tables.history_scores[layer], *(state[layer] for state in states), told.slots, routed[layer])
+    return rows[inverse]
 
-    expert_ids (B, K): the experts of each token. Returns them, with 0 for padding.
-    """
-    told, experts = expert_ids.masked_fill((slots == 0)[:, None], 0), (len(rows) - 1) // 2
-    ids, before, times = told.long(), running[slots].long(), seen[slots]
+
+def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> None:
+    """Observe the experts (B, K) of one token of each of `slots` (B,), distinct except for slot 0, which is padding."""
+    experts = (len(rows) - 1) // 2
+    ids, before, times = expert_ids.long(), running[slots].long(), seen[slots]
     now = rows[ids].sum(1, dtype=torch.int64)
     weight = times.clamp(max=RUNNING_LIMIT) + RUNNING_PRIOR
     change = torch.div((now << FRACTION) - before, weight[:, None], rounding_mode="floor")
     running[slots] = (before + change).int()
     previous[slots] = rows[experts + ids].sum(1, dtype=torch.int32)
     seen[slots] = times + 1
-    return told
 
 
-def observe_in_turn(
-    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, turns: Turns, expert_ids: Tensor
-) -> None:
-    """Observe at all layers what tokens chose (L, N, K), by rows (L, 2 * E + 1, G) and states (L, slots, G).
-
-    It is computed on the host, which waits.
-    """
-    states = running, previous, seen
+def observe_in_turn(tables: ScoreTables, states: States, turns: Turns, routed: Tensor) -> None:
+    """Observe at all layers what tokens chose (L, N, K). It is computed on the host, which waits."""
     means, last, times = arrays = [state[:, turns.slots].cpu().numpy() for state in states]
     local = np.repeat(np.arange(len(turns.slots)), np.diff(turns.first.cpu().numpy()))
-    ids, tables = expert_ids[:, turns.rows].long().cpu().numpy(), rows.cpu().numpy()
+    ids, rows = routed[:, turns.rows].long().cpu().numpy(), tables.history_scores.cpu().numpy()
     for layer in range(len(rows)):
-        oracles.observe(means[layer], last[layer], times[layer], local, ids[layer], tables[layer])
+        oracles.observe(means[layer], last[layer], times[layer], local, ids[layer], rows[layer])
     for state, array in zip(states, arrays, strict=True):
         state[:, turns.slots] = torch.from_numpy(array).to(state.device)
 

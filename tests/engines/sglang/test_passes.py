@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from told import tell
 
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang.model import prompts
@@ -74,7 +75,7 @@ def route(shuffle, told, seed):
     for layer in range(LAYERS):
         slices.append(shuffle._shuffler.slices(layer).mine.tolist())
         ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(len(told.input_ids))])
-        shuffle._shuffler.observe(layer, ids)
+        tell(shuffle._shuffler, layer, ids)
     shuffle.end()
     return slices
 
