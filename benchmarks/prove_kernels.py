@@ -89,9 +89,9 @@ def kernels() -> Iterator[Kernel]:
     yield Kernel(scores.look_up_kernel, looked, (*NUMBERS, "last", "rows"), {"BLOCK": scores.SCORE_BLOCK, "WIDTH": 8})
     paths = {"pick": "*i16", "looked_up": "*i32", "path_scores": "*i16", "routed": "*u8", "mean": "*i16"}
     looks = {"LAYERS": 3, "ORDERED": 1, "EXPERTS": 256, "BLOCK": CHUNK}
-    for width, whole in ((8, True), (16, True), (8, False)):
+    for whole in (True, False):
         yield Kernel(assign.slices_kernel, {**outs, **paths, **states, "decoding": "*i1"}, (*NUMBERS, "layer", "top_k"),
-                     {**looks, "WIDTH": width, "WHOLE": whole}, warps=8)  # fmt: skip
+                     {**looks, "WIDTH": 8, "WHOLE": whole}, warps=8)  # fmt: skip
 
 
 def compile_for(kernel: Kernel, target: str) -> Resources:

@@ -289,9 +289,7 @@ def _level(values: Tensor, pick: Tensor, size: int) -> Tensor:
     target, value = _choose(torch.where(room > 0, values, LOWEST))
     loss = values.gather(1, pick[:, None])[:, 0] - value
     bucket = torch.where(excess[pick] > 0, _bucket(loss), 0)
-    applies = _least(torch.ones_like(pick, dtype=torch.bool), pick, bucket, excess)
-    moves = _least(applies, target, bucket, room)
-    return torch.where(moves, target, pick)
+    return torch.where(_least(pick, bucket, excess), target, pick)
 
 
 def _bucket(loss: Tensor) -> Tensor:
@@ -300,14 +298,14 @@ def _bucket(loss: Tensor) -> Tensor:
     return (octave << FINE_BITS) + (loss >> octave)
 
 
-def _least(chosen: Tensor, group: Tensor, bucket: Tensor, quota: Tensor) -> Tensor:
-    """(B,) bool: the tokens of `chosen` that are the first quota[g] of their group by (bucket, token)."""
+def _least(group: Tensor, bucket: Tensor, quota: Tensor) -> Tensor:
+    """(B,) bool: the tokens that are the first quota[g] of their group by (bucket, token)."""
     counts = torch.zeros(len(quota) * BUCKETS, dtype=torch.int64, device=quota.device)
-    counts = counts.index_add(0, group * BUCKETS + bucket, chosen.long()).view(-1, BUCKETS)
+    counts = counts.index_add(0, group * BUCKETS + bucket, torch.ones_like(group)).view(-1, BUCKETS)
     until = counts.cumsum(1)
     limit = (until < quota[:, None]).sum(1).clamp(max=BUCKETS - 1)
     left = quota - (until - counts).gather(1, limit[:, None])[:, 0]
-    at_limit = chosen & (bucket == limit[group])
+    at_limit = bucket == limit[group]
     groups = torch.arange(len(quota), device=quota.device)
     place = (at_limit[:, None] & (group[:, None] == groups)).cumsum(0).gather(1, group[:, None])[:, 0]
-    return chosen & (quota[group] > 0) & ((bucket < limit[group]) | (at_limit & (place <= left[group])))
+    return (quota[group] > 0) & ((bucket < limit[group]) | (at_limit & (place <= left[group])))

@@ -14,9 +14,10 @@ from semmoe.runtime.kernels.scores import score_tile
 from semmoe.runtime.tables import Rows, ScoreTables, States
 from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_STEPS, STEP_DECAY, num_chunks
 
-WARP_TILE = 128, 1024  # scores for a warp: at least, up to eight warps of a program, and where it has more
+WARP_TILE = 128, 512  # scores for a warp: at least, up to eight warps of a program, and where it has more
 
 _LOWEST, _BUCKETS = tl.constexpr(LOWEST), tl.constexpr(BUCKETS)
+_BUCKET_BITS = tl.constexpr(BUCKETS.bit_length() - 1)
 _FIRST_STEP, _STEP_DECAY = tl.constexpr(FIRST_STEP), tl.constexpr(STEP_DECAY)
 _PRICE_STEPS = tl.constexpr(PRICE_STEPS)
 _FINE_BITS, _COARSE = tl.constexpr(FINE_BITS), tl.constexpr(2 << FINE_BITS)
@@ -61,7 +62,7 @@ def slices(
         BLOCK=block,
         WIDTH=width,
         WHOLE=chunks == 1,
-        num_warps=max(min(small, 8), min(large, 32), 2),  # an H100 takes longer with one, or with more
+        num_warps=max(min(small, 8), min(large, 32), 2),
     )
     return (order, inverse, counts) if chunks == 1 else order_of_real(pick, rows.real, size)
 
@@ -132,20 +133,13 @@ def assign_tile(tile, inside, valid, columns, real, size, WIDTH: tl.constexpr):
         counts = _counts(pick, valid, columns)
         kept, least, prices, step = _turn(kept, least, prices, step, counts, size, real)
         i += 1
-    values = tile - kept[None, :]
-    pick, _best = _choose(tile, kept, real, columns, WIDTH)
+    pick, best = _choose(tile, kept, real, columns, WIDTH)
     counts = _counts(pick, valid, columns)
     while tl.sum(tl.maximum(counts - size, 0), 0) > 0:
-        excess = tl.maximum(counts - size, 0)
-        room = tl.where(real, tl.maximum(size - counts, 0), 0)
-        target, value = _choose(tile, kept, room > 0, columns, WIDTH)
-        bucket = _bucket(values, value, excess, pick[:, None] == columns[None, :])
-        leaving = tl.histogram(pick * _BUCKETS + bucket, WIDTH * _BUCKETS, mask=valid)
-        limit, left = _limits(leaving, excess, WIDTH)
-        applies = _least(valid, pick, bucket, limit, left, columns)
-        arriving = tl.histogram(target * _BUCKETS + bucket, WIDTH * _BUCKETS, mask=applies)
-        limit, left = _limits(arriving, room, WIDTH)
-        pick = tl.where(_least(applies, target, bucket, limit, left, columns), target, pick)
+        target, value = _choose(tile, kept, real & (counts < size), columns, WIDTH)
+        here = valid[:, None] & (pick[:, None] == columns[None, :])
+        moves = _least(here, _bucket(best - value), tl.maximum(counts - size, 0))
+        pick, best = tl.where(moves, target, pick), tl.where(moves, value, best)
         counts = _counts(pick, valid, columns)
     return pick
 
@@ -185,10 +179,8 @@ def _choose(tile, prices, allowed, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _bucket(values, value, excess, here):
-    """The order of magnitude of what tokens lose by moving from `here`, one-hot, to a slice of this value."""
-    best = tl.sum(tl.where(here, values, 0), 1)
-    loss = tl.where(_of(excess, here) > 0, best - value, 0)
+def _bucket(loss):
+    """The order of magnitude of a loss."""
     octave = tl.zeros_like(loss)  # the least by which the loss is shifted to less than _COARSE
     for i in tl.static_range(5):
         octave += tl.where((loss >> (octave + ((16 >> i) - 1))) >= _COARSE, 16 >> i, 0)
@@ -196,26 +188,18 @@ def _bucket(values, value, excess, here):
 
 
 @triton.jit
-def _of(values, one_hot):
-    """values[s] (WIDTH,) of each token's slice s, given as one_hot (BLOCK, WIDTH)."""
-    return tl.sum(tl.where(one_hot, values[None, :], 0), 1)
+def _least(here, bucket, quota):
+    """(BLOCK,) the first tokens of each slice by (bucket, token), as many as its quota; here: each token's slice.
 
-
-@triton.jit
-def _limits(counts, quota, WIDTH: tl.constexpr):
-    """For each slice the bucket in which its quota ends (-1: none), and how much of the quota remains for it."""
-    counts = tl.reshape(counts, (WIDTH, _BUCKETS))
-    buckets = tl.arange(0, _BUCKETS)[None, :]
-    limit = tl.sum((tl.cumsum(counts, 1) < quota[:, None]).to(tl.int32), 1)
-    limit = tl.where(quota > 0, tl.minimum(limit, _BUCKETS - 1), -1)
-    return limit, quota - tl.sum(tl.where(buckets < limit[:, None], counts, 0), 1)
-
-
-@triton.jit
-def _least(chosen, group, bucket, limit, left, columns):
-    """Which tokens are within the quota of their group."""
-    one_hot = group[:, None] == columns[None, :]
-    end = _of(limit, one_hot)
-    at_limit = (chosen & (bucket == end))[:, None] & one_hot
-    within = at_limit & (tl.cumsum(at_limit.to(tl.int32), 0) <= left[None, :])
-    return (chosen & (bucket < end)) | (tl.sum(within.to(tl.int32), 1) > 0)
+    The bucket in which a quota ends is found by halving; a histogram takes several times as many instructions.
+    """
+    bucket = bucket[:, None]
+    end, before = tl.zeros_like(quota), tl.zeros_like(quota)  # the bucket, and the tokens of buckets before it
+    for half in tl.static_range(_BUCKET_BITS):
+        width = (_BUCKETS // 2) >> half
+        number = tl.sum((here & (bucket < (end + width)[None, :])).to(tl.int32), 0)
+        before = tl.where(number < quota, number, before)
+        end += tl.where(number < quota, width, 0)
+    at_end = here & (bucket == end[None, :])
+    within = at_end & (tl.cumsum(at_end.to(tl.int32), 0) <= (quota - before)[None, :])
+    return tl.sum((within | (here & (bucket < end[None, :]))).to(tl.int32), 1) > 0
