@@ -175,6 +175,7 @@ class Captured:
         self.hidden, self.residual = (table(torch.bfloat16, padded, width) for _ in range(2))
         self.chosen = table(torch.int32, padded // comm.size, f.top_k)
         self.weights = table(torch.float32, padded // comm.size, f.top_k)
+        self.logical = table(torch.int64, 2 * f.num_experts)
         self.limit = table(torch.int32, 1)
 
     def record(self) -> None:
@@ -187,14 +188,14 @@ class Captured:
             )
             self.shuffle.bound(self.limit)
             self.routed()
-            self.shuffle.observe(self.chosen, self.weights)
+            self.shuffle.observe(self.chosen, self.weights, self.logical)
             if norm is not self.norms[-1] and self.shuffle.active:
                 self.shuffle.restore(rows + residual)  # before_attention, without SGLang's own types
         return self.shuffle.after_last(unshuffled, rows, residual, self.batch, SimpleNamespace(update=torch.add))[0]
 
     def routed(self) -> None:
-        """What hooks do at every router: copies are chosen and traffic is counted."""
-        self.traffic.place(self.copies, self.chosen, self.per_rank)
+        """What hooks do at every router: copies are chosen, and counted once SGLang has masked the rows of padding."""
+        self.traffic.count(self.copies.to_physical(self.chosen), self.per_rank)
 
 
 def unshuffled(rows: torch.Tensor, residual: torch.Tensor, *others, **call) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,8 @@ from test_shuffler import EXPERTS, LAYERS, SLOTS, TOP_K, plan
 from told import Alone
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from semmoe.engines.vllm.routing import RealRows, RoutedLayer
+
 RANKS, WIDTH = 2, 64
 
 
@@ -53,7 +55,7 @@ def launches_of_a_layer(comm, rows, recorded=False) -> Counter[str]:
     return of(LAYERS) - of(LAYERS - 1) - Counter(["aten::add"])
 
 
-@pytest.mark.parametrize(("rows", "launches"), [(8, 5), (512, 5), (2048, 6)])
+@pytest.mark.parametrize(("rows", "launches"), [(8, 6), (512, 6), (2048, 7)])
 def test_how_many_kernels_a_shuffled_layer_launches(comm, rows, launches):
     with on_gpu():
         found = launches_of_a_layer(comm, rows)
@@ -65,7 +67,10 @@ def test_how_many_kernels_a_layer_of_attention_dp_launches(comm):
     with on_gpu():
         case = captured(comm, 8)
         assert replays(lambda: case.traffic.count(case.chosen, case.per_rank)) == ["place_kernel"]
-        assert replays(case.routed) == ["semmoe::place_experts"]
+        real, unseen = RealRows(table((), torch.int64)), lambda *routing: None
+        vllm = RoutedLayer(0, case.copies, case.per_rank, real, case.traffic, False, unseen)
+        assert replays(lambda: vllm.to_physical(case.chosen)) == ["semmoe::place_experts"]
+        assert replays(case.routed) == ["semmoe::place_experts", "place_kernel"]
 
 
 @pytest.mark.parametrize("rows", [7, 8, 9])

@@ -44,7 +44,7 @@ class Captured:
         self.ids, self.weights = (empty(mine, chosen, dtype=kind) for kind in (torch.int32, torch.float32))
 
     def observe(self, place, ids, weights) -> None:
-        self.shuffle.observe(ids.long(), weights)
+        self.shuffle.observe(ids, weights)
 
     def __call__(self) -> None:
         for place, router in enumerate(self.routers):
