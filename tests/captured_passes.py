@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from alone import Alone
 from captured import GPU, SIZES, Captured, CrossingError, StaysOnDevice, fake_ranks, launches_of_triton, on_gpu, replays
 from test_shuffler import EXPERTS, LAYERS, SLOTS, TOP_K, plan
-from told import Alone
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer

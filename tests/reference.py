@@ -201,12 +201,12 @@ def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor,
 
 def restore(
     rows: Tensor, expert_ids: Tensor, inverse: Tensor,
-    layer: int, routed: Tensor, told: Rows, tables: ScoreTables, states: States,
+    layer: int, routed: Tensor, batch: Rows, tables: ScoreTables, states: States,
 ) -> Tensor:  # fmt: skip
     """Put rows and their experts back in order, and observe the experts: see `on_cpu.restore`."""
-    routed[layer] = expert_ids[inverse].masked_fill(~told.real[:, None], 0).to(routed.dtype)
-    if told.turns is None:
-        observe(tables.history_scores[layer], *(state[layer] for state in states), told.slots, routed[layer])
+    routed[layer] = expert_ids[inverse].masked_fill(~batch.real[:, None], 0).to(routed.dtype)
+    if batch.turns is None:
+        observe(tables.history_scores[layer], *(state[layer] for state in states), batch.slots, routed[layer])
     return rows[inverse]
 
 

@@ -158,7 +158,7 @@ COUNTED = (
 
 
 def check_count(kernels, rows: int, ranks: int, nodes: int, real: int | None) -> None:
-    """On top of what was counted before."""
+    """Counts are added to the totals so far."""
     rng = np.random.default_rng(rows)
     ids = torch.from_numpy(rng.integers(-1, 3 * ranks, (rows, 5)).astype(np.int32))
     bound = None if real is None else torch.tensor([real])

@@ -38,7 +38,7 @@ def check_restore(kernels, shape, width: int = 37) -> None:
     rng, tables = np.random.default_rng(rows), tables_of(2, ranks, experts)
     slots = torch.from_numpy(rng.permutation(np.arange(1, rows + 100))[:rows])
     slots[rows - rows // 4 :] = 0
-    told = Rows(slots, slots, slots != 0, slots != 0, None)
+    batch = Rows(slots, slots, slots != 0, slots != 0, None)
     ours = states_of(rng, 2, rows + 100, ranks)
     theirs = States(*(state.clone() for state in ours))
     for turn in range(3):
@@ -46,8 +46,8 @@ def check_restore(kernels, shape, width: int = 37) -> None:
         ids = torch.from_numpy(rng.integers(0, experts, (rows, top_k)).astype(np.uint8))
         given = hidden, ids, torch.from_numpy(rng.permutation(rows)), 1
         mine, expected = (torch.zeros((2, rows, top_k), dtype=torch.uint8) for _ in range(2))
-        found = kernels.restore(*given, mine, told, tables, ours)
-        assert torch.equal(found, reference.restore(*given, expected, told, tables, theirs))
+        found = kernels.restore(*given, mine, batch, tables, ours)
+        assert torch.equal(found, reference.restore(*given, expected, batch, tables, theirs))
         assert torch.equal(mine, expected)
         for own, other in zip(ours, theirs, strict=True):
             assert torch.equal(own[:, 1:], other[:, 1:])
@@ -60,10 +60,10 @@ def check_in_turn(kernels, slots: np.ndarray, ranks: int, top_k: int, experts: i
     expected = [state.clone().numpy() for state in states]
     ids = rng.integers(0, experts, (layers, len(slots), top_k)).astype(np.uint8)
     turns, every = Turns.of(slots, torch.device("cpu")), torch.arange(len(slots))
-    told = Rows(torch.from_numpy(slots), torch.from_numpy(slots), torch.from_numpy(slots) != 0, every < 0, turns)
+    batch = Rows(torch.from_numpy(slots), torch.from_numpy(slots), torch.from_numpy(slots) != 0, every < 0, turns)
     routed = torch.zeros(ids.shape, dtype=torch.uint8)
     for layer in range(layers):
-        kernels.restore(every[:, None], torch.from_numpy(ids[layer]), every, layer, routed, told, tables, states)
+        kernels.restore(every[:, None], torch.from_numpy(ids[layer]), every, layer, routed, batch, tables, states)
         oracles.observe(*(state[layer] for state in expected), slots, ids[layer], tables.policy.history_scores[layer])
     assert torch.equal(routed, torch.from_numpy(ids * (slots != 0)[:, None]))
     kernels.observe_in_turn(tables, states, turns, routed)

@@ -11,11 +11,11 @@ import oracles
 import pytest
 import reference
 import torch
+from alone import tell
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_fingerprint
 from test_tokens_slices import EXPERTS, LAYERS, TOP_K, VOCABULARY, random_tables
-from told import tell
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -226,9 +226,10 @@ def test_histories_are_those_of_plain_loops(seed):
         else:
             padded, chosen = fitted(slots, 3), torch.from_numpy(np.append(ids, np.full((3, TOP_K), 99), axis=0))
             order, real = torch.randperm(8), padded > 0
-            told, routed = Rows(padded, padded, real, real, None), torch.zeros((LAYERS, 8, TOP_K), dtype=torch.uint8)
+            batch = Rows(padded, padded, real, real, None)
+            routed = torch.zeros((LAYERS, 8, TOP_K), dtype=torch.uint8)
             # Rows of the slices, which come in `order`, are put back.
-            rows = here.restore(order[:, None], chosen[order], order.argsort(), 1, routed, told, ours, states)
+            rows = here.restore(order[:, None], chosen[order], order.argsort(), 1, routed, batch, ours, states)
             assert rows[:, 0].tolist() == list(range(8))
             assert torch.equal(routed[1].long(), chosen * real[:, None])
         if turn == 20:

@@ -61,7 +61,8 @@ class TrafficCounter:
     def totals(self) -> Totals:
         """Return the totals so far. Waits for the device."""
         found, size = self._totals.tolist(), self.size
-        pairs, rows, nodes, tokens = found[:size], found[size : 2 * size], found[2 * size : -1], found[-1]
+        pairs, rows = found[:size], found[size : 2 * size]
+        nodes, tokens = found[2 * size : -1], found[-1]
         if self._gathers:
             rows, nodes = [tokens] * size, [tokens] * len(nodes)
         rows[self.rank] = nodes[self.rank // self._width] = 0

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from alone import tell
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from told import tell
 
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang.model import prompts

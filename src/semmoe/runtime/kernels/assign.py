@@ -69,32 +69,11 @@ def slices(
 
 @triton.jit(do_not_specialize=["layer", "tokens"], do_not_specialize_on_alignment=["mean", "running", "previous"])
 def slices_kernel(
-    order,
-    inverse,
-    counts,
-    pick,
-    looked_up,
-    path_scores,
-    routed,
-    mean,
-    running,
-    previous,
-    slots,
-    decoding,
-    real,
-    layer,
-    tokens,
-    first,
-    ranks,
-    slices,
-    top_k,
-    LAYERS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    order, inverse, counts, pick, looked_up, path_scores, routed, mean, running, previous, slots, decoding, real,
+    layer, tokens, first, ranks, slices, top_k,
+    LAYERS: tl.constexpr, ORDERED: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """BLOCK has room for a chunk. WHOLE: the batch is one, and is put in order; else only slices are picked."""
     columns = tl.arange(0, WIDTH)
     t, size = tl.arange(0, BLOCK), tokens // slices

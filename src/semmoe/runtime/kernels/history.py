@@ -22,7 +22,7 @@ _LIMIT, _PRIOR = tl.constexpr(RUNNING_LIMIT), tl.constexpr(RUNNING_PRIOR)
 
 def restore(
     rows: Tensor, expert_ids: Tensor, inverse: Tensor,
-    layer: int, routed: Tensor, told: Rows, tables: ScoreTables, states: States,
+    layer: int, routed: Tensor, batch: Rows, tables: ScoreTables, states: States,
 ) -> Tensor:  # fmt: skip
     """Same as `on_cpu.restore`."""
     number, width, ranks, top_k = len(inverse), rows.shape[1], states.running.shape[2], routed.shape[2]
@@ -30,9 +30,9 @@ def restore(
     if number:
         grid, block = columns_of(number, width)
         restore_kernel[grid](
-            out, rows.contiguous(), inverse, routed, expert_ids.contiguous(), told.real, told.slots.contiguous(),
+            out, rows.contiguous(), inverse, routed, expert_ids.contiguous(), batch.real, batch.slots.contiguous(),
             tables.history_scores[layer], *(state[layer] for state in states),
-            layer, number, width, ranks, tables.num_experts, top_k, OBSERVES=told.turns is None, BLOCK=block,
+            layer, number, width, ranks, tables.num_experts, top_k, OBSERVES=batch.turns is None, BLOCK=block,
             EXPERTS=triton.next_power_of_2(top_k), WIDTH=triton.next_power_of_2(ranks),
         )  # fmt: skip
     return out
@@ -75,28 +75,10 @@ def _blocks(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
     do_not_specialize=["layer", "number"], do_not_specialize_on_alignment=["table", "running", "previous", "seen"]
 )
 def restore_kernel(
-    out,
-    rows,
-    inverse,
-    routed,
-    expert_ids,
-    real,
-    slots,
-    table,
-    running,
-    previous,
-    seen,
-    layer,
-    number,
-    width,
-    ranks,
-    experts,
-    top_k,
-    OBSERVES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    out, rows, inverse, routed, expert_ids, real, slots, table, running, previous, seen,
+    layer, number, width, ranks, experts, top_k,
+    OBSERVES: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Move a row to its place; its first program also moves its experts, and updates its slot's history."""
     i = tl.program_id(0)
     place = tl.load(inverse + i)
@@ -105,8 +87,8 @@ def restore_kernel(
         k, g = tl.arange(0, EXPERTS), tl.arange(0, WIDTH)
         found = tl.load(expert_ids + place * top_k + k, mask=k < top_k, other=0).to(tl.int32)
         found = tl.where(tl.load(real + i).to(tl.int32) > 0, found, 0)
-        told = (layer.to(tl.int64) * number + i) * top_k + k
-        tl.store(routed + told, found.to(routed.dtype.element_ty), mask=k < top_k)
+        at = (layer.to(tl.int64) * number + i) * top_k + k
+        tl.store(routed + at, found.to(routed.dtype.element_ty), mask=k < top_k)
         if OBSERVES:
             mask, at = (k < top_k)[:, None] & (g < ranks)[None, :], found[:, None] * ranks + g[None, :]
             now = tl.sum(tl.load(table + at, mask=mask, other=0).to(tl.int32), 0)

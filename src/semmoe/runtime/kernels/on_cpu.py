@@ -55,16 +55,16 @@ def _contribution(out, mean, running, previous, slots, decoding):
 
 def restore(
     rows: Tensor, expert_ids: Tensor, inverse: Tensor,
-    layer: int, routed: Tensor, told: Rows, tables: ScoreTables, states: States,
+    layer: int, routed: Tensor, batch: Rows, tables: ScoreTables, states: States,
 ) -> Tensor:  # fmt: skip
     """Put rows (N, H) and their experts (N, K) of all slices back in the pass's order, by `inverse` of `ShuffleHandle`.
 
     Returns the rows. The experts are written to routed[layer] of (L, N, K), with 0 for padding. They update the states
     of their slots, which are distinct except for padding, unless a slot has several tokens.
     """
-    _in_order(*_arrays(routed[layer], expert_ids, inverse, told.real))
-    if told.turns is None:
-        _observe(tables, states, layer, told.slots.numpy(), routed[layer].numpy())
+    _in_order(*_arrays(routed[layer], expert_ids, inverse, batch.real))
+    if batch.turns is None:
+        _observe(tables, states, layer, batch.slots.numpy(), routed[layer].numpy())
     return gather_rows(rows, inverse)
 
 

@@ -18,6 +18,6 @@ def tell(shuffler, layer, expert_ids) -> None:
     every = torch.arange(len(expert_ids), device=expert_ids.device)
     handle = ShuffleHandle(every, every, every, len(every), 0)
     rows = every[:, None].expand(-1, 3)
-    whole, told = shuffler.gather(Alone, rows, expert_ids, handle, layer)
+    whole, ids = shuffler.gather(Alone, rows, expert_ids, handle, layer)
     assert whole.shape == rows.shape
-    assert told.shape == expert_ids.shape
+    assert ids.shape == expert_ids.shape
