@@ -1,7 +1,7 @@
 """Map logical to physical experts on an engine's device: the plan's copy choice for the tokens of a rank.
 
 It depends on a token's expert ids alone, has static shapes, and is registered as an operator of torch, so that engines
-may compile or capture what calls it. The operator also counts what it chose: numba on a CPU, one kernel on a GPU.
+may compile or capture what calls it. The operator also counts its choices: numba on a CPU, one kernel on a GPU.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Stable argsort of rank ids as one Triton kernel: every program counts the whole batch, and sorts its block.
 
 Shapes depend on arguments only, nothing waits for the device, and only the results are allocated, so that it can be
-captured in a graph. A batch has few blocks, so that to count them again takes less than another launch. Ids are not
-checked.
+captured in a graph. To count a few blocks again takes less than another launch. Ids are not checked.
 """
 
 import torch
@@ -30,7 +29,8 @@ def order_of_real(ranks: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tenso
 def order_kernel(ranks, real, counts, order, inverse, rows, size, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """Sort a block by (rank, row), so that rows of a rank are consecutive; then write every run to its places."""
     own, local, bins = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BINS)
-    earlier, total, those = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+    earlier = tl.zeros((BINS,), tl.int32)  # rows of each rank in the blocks before
+    total, those = earlier, earlier  # rows in all blocks, and the real ones among them
     for block in range(tl.num_programs(0)):
         row = block * BLOCK + local
         ids = tl.load(ranks + row, mask=row < rows, other=0).to(tl.int32)

@@ -1,4 +1,4 @@
-"""What a pass tells the histories of requests, as Triton kernels: `by_weight`, `restore` and `observe_in_turn`.
+"""Pass routing on to the histories of requests, as Triton kernels: `by_weight`, `restore` and `observe_in_turn`.
 
 Shapes are static and nothing waits for the device. Rows of padding share a slot that is never read.
 """
