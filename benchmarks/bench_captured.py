@@ -115,9 +115,9 @@ def passes(planned: Plan, rows: int, width: int, prompts: int, device: str) -> I
             mine = own.shuffle.comm.reduce_scatter(own.hidden)
             own.shuffle.comm.all_gather(mine + own.residual[: len(mine)])
 
-    def at_routers() -> None:
+    def at_routers() -> None:  # as vLLM's hooks do, in one operator; SGLang's count once it has masked padding
         for _ in own.norms:
-            own.routed()
+            own.traffic.place(own.copies, own.chosen, own.per_rank)
 
     def counted() -> None:
         for _ in own.norms:

@@ -26,7 +26,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from semmoe.runtime.kernels import argsort, assign, copies, history, scores, shuffle, traffic
+from semmoe.runtime.kernels import argsort, assign, copies, history, scores, shuffle
 from semmoe.tokens.kernels import CHUNK
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32),
@@ -61,41 +61,37 @@ class Resources:
 
 
 def kernels() -> Iterator[Kernel]:
-    rows = {"rows": "*bf16", "index": "*i64", "out": "*bf16"}
-    yield Kernel(shuffle.gather_kernel, rows, ("width",), {"BLOCK": shuffle.COLUMNS})
-    table, sizes = {"BLOCK": argsort.BLOCK, "BINS": 16}, ("rows", "size", "blocks")
-    pointers, outs = {"ranks": "*i64", "before": "*i32"}, {"order": "*i64", "inverse": "*i64"}
-    yield Kernel(argsort.histogram_kernel, pointers, sizes, table)
-    yield Kernel(argsort.scan_kernel, {"before": "*i32", "counts": "*i64"}, ("blocks",), {"BLOCK": argsort.SCAN_BLOCK})
-    counts = {"real": "*i1", "totals": "*i64", "counted": "*i32"}
-    yield Kernel(argsort.scatter_kernel, {**pointers, **outs, **counts}, sizes, {"ALONE": False, **table})
+    rows = {"rows": "*bf16", "others": "*bf16", "index": "*i64", "out": "*bf16", "mine": "*bf16"}
+    yield Kernel(shuffle.gather_kernel, rows, ("number", "first", "width"), {"BLOCK": shuffle.COLUMNS})
+    outs = {"order": "*i64", "inverse": "*i64", "counts": "*i32", "real": "*i1"}
+    yield Kernel(
+        argsort.order_kernel, {"ranks": "*i16", **outs}, ("rows", "size"), {"BLOCK": argsort.BLOCK, "BINS": 16}
+    )
     held = {"expert_ids": "*i32", "ranks": "*i16", "physical": "*i32", "preferred": "*i16", "out": "*i32"}
-    yield Kernel(copies.cover_kernel, held, ("source", "num_ranks", "K"), {"COPIES": 2, "EXPERTS": 8, "RANKS": 8},
-                 warps=1)  # fmt: skip
-    totals = dict.fromkeys(("real", "pairs", "rows", "node_rows", "tokens"), "*i64")
-    yield Kernel(traffic.count_kernel, {"expert_ids": "*i32", **totals},
-                 ("number", "top_k", "per_rank", "width", "num_ranks", "num_nodes"),
-                 {"BOUND": True, "BLOCK": 32, "EXPERTS": 8, "RANKS": 8, "NODES": 1})  # fmt: skip
+    held |= {"totals": "*i64", "real": "*i64"}
+    sizes = ("number", "top_k", "source", "num_ranks", "per_rank", "width")
+    block = {"BLOCK": copies.TILE // 64, "EXPERTS": 8, "RANKS": 8, "NODES": 1}
+    for width in (0, 1, 2):  # rows are counted; ids are looked up; copies are chosen
+        yield Kernel(copies.place_kernel, held, sizes, {"COPIES": width, "COUNT": True, "BOUND": True, **block})
     block = {"BLOCK": history.TILE // 8, "WIDTH": 8}
     states = {"running": "*i32", "previous": "*i32", "slots": "*i64"}
-    yield Kernel(history.contribution_kernel, {"out": "*i32", "mean": "*i16", "decoding": "*i1", **states},
-                 ("number", "ranks"), block)  # fmt: skip
-    yield Kernel(history.observe_kernel, {"out": "*u8", "rows": "*i16", "seen": "*i64", "expert_ids": "*u8", **states},
-                 ("number", "ranks", "experts"), {"TOP_K": 8, **block})  # fmt: skip
+    told = {"out": "*bf16", "rows": "*bf16", "inverse": "*i64", "routed": "*u8", "expert_ids": "*u8", "real": "*i1"}
+    yield Kernel(history.restore_kernel, {**told, "table": "*i16", "seen": "*i64", **states},
+                 ("layer", "number", "width", "ranks", "experts", "top_k"),
+                 {"OBSERVES": True, "BLOCK": shuffle.COLUMNS, "EXPERTS": 8, "WIDTH": 8})  # fmt: skip
     told, numbers = {"rows": "*i16", "order": "*i64", "expert_ids": "*u8"}, ("tokens", "batch", "ranks", "table")
     yield Kernel(history.sums_kernel, {"sums": "*i32", **told}, numbers, {"TOP_K": 8, **block})
     told |= {"sums": "*i32", "seen": "*i64", "first": "*i64", **states}
     yield Kernel(history.in_turn_kernel, told, (*numbers, "num_slots"), {"TOP_K": 8, "WIDTH": 8}, warps=1)
-    yield Kernel(history.by_weight_kernel, {"out": "*u8", "expert_ids": "*i32", "weights": "*fp32"}, ("number",),
-                 {"TOP_K": 8, **block})  # fmt: skip
-    block = {"BLOCK": scores.SCORE_BLOCK, "WIDTH": 8}
+    packed = {"out": "*u8", "expert_ids": "*i32", "weights": "*fp32", "logical": "*i64"}
+    yield Kernel(history.by_weight_kernel, packed, ("number",), {"MAPS": True, "TOP_K": 8, **block})
     looked = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8", "shifts": "*i32"}
-    yield Kernel(scores.look_up_kernel, looked, (*NUMBERS, "last", "rows"), block)
-    paths = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
-    looks = {"LAYERS": 3, "TOP_K": 8, "ORDERED": 1, "EXPERTS": 256}
-    yield Kernel(scores.score_kernel, {**paths, "real": "*i1"}, NUMBERS, {**looks, **block})
-    yield Kernel(assign.assign_kernel, {"scores": "*i32", "out": "*i16"}, ("tokens", "slices"),
-                 {"BLOCK": CHUNK, "WIDTH": 8, "WHOLE": False}, warps=8)  # fmt: skip
+    yield Kernel(scores.look_up_kernel, looked, (*NUMBERS, "last", "rows"), {"BLOCK": scores.SCORE_BLOCK, "WIDTH": 8})
+    paths = {"pick": "*i16", "looked_up": "*i32", "path_scores": "*i16", "routed": "*u8", "mean": "*i16"}
+    looks = {"LAYERS": 3, "ORDERED": 1, "EXPERTS": 256, "BLOCK": CHUNK}
+    for whole in (True, False):
+        yield Kernel(assign.slices_kernel, {**outs, **paths, **states, "decoding": "*i1"}, (*NUMBERS, "layer", "top_k"),
+                     {**looks, "WIDTH": 8, "WHOLE": whole}, warps=8)  # fmt: skip
 
 
 def compile_for(kernel: Kernel, target: str) -> Resources:

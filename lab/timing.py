@@ -23,7 +23,7 @@ from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.runtime.kernels.on_cpu import order_of_real
 from semmoe.runtime.launch import Reporter, run_ranks
-from semmoe.runtime.shuffle import shuffle_handle, shuffled_all_gather, shuffled_reduce_scatter
+from semmoe.runtime.shuffle import shuffle_handle, shuffled_all_gather, take_rows
 
 # torch 2.13 renamed both; earlier versions have the old names only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,6 +90,9 @@ def pair_times(comm: Communicator, size: int, rounds: int) -> dict:
     handle = shuffle_handle(ranks, torch.ones(tokens, dtype=torch.bool), comm.size, comm.rank)
     part, whole = partial.new_empty((tokens // comm.size, WIDTH)), torch.empty_like(partial)
 
+    def scatter() -> torch.Tensor:
+        return comm.reduce_scatter(take_rows(partial, handle.order))
+
     def gloo_scatter() -> None:
         reduce_scatter(part, partial, group=comm.group)
 
@@ -100,10 +103,10 @@ def pair_times(comm: Communicator, size: int, rounds: int) -> dict:
     times = interleaved(
         comm,
         {
-            "shuffled": lambda: shuffled_all_gather(comm, [shuffled_reduce_scatter(comm, partial, handle)], handle),
+            "shuffled": lambda: shuffled_all_gather(comm, [scatter()], handle),
             "plain": lambda: comm.all_gather([comm.reduce_scatter(partial)]),
             "gloo": gloo_pair,
-            "srs": lambda: shuffled_reduce_scatter(comm, partial, handle),
+            "srs": scatter,
             "gloo rs": gloo_scatter,
         },
         rounds,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from semmoe.runtime.rows import sum_in_order
-from semmoe.runtime.tables import ScoreTables, Turns
+from semmoe.runtime.tables import Rows, ScoreTables, States, Turns
 from semmoe.tokens.kernels import (
     BUCKETS,
     FINE_BITS,
@@ -41,8 +41,13 @@ def order_of_real(ranks: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tenso
     return torch.where(real[order], order, -1), inverse, counts
 
 
-def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
-    """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first."""
+def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype, logical: Tensor | None = None) -> Tensor:
+    """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first.
+
+    logical (P,): the expert of each physical id.
+    """
+    if logical is not None:
+        expert_ids = torch.where(expert_ids < 0, -1, logical[expert_ids.long()])
     return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True)).to(kind)
 
 
@@ -51,32 +56,34 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     return rows[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
 
 
-def count(
-    expert_ids: Tensor, per_rank: int, width: int, real: Tensor | None,
-    pairs: Tensor, rows: Tensor, node_rows: Tensor, tokens: Tensor,
-) -> None:  # fmt: skip
-    """Add (n, K) ids, -1 for none, to pairs (R,), rows (R,), node_rows (D,) and tokens (), int64."""
-    size = len(rows)
+def gather_both(rows: Tensor, others: Tensor, index: Tensor, first: int, number: int) -> tuple[Tensor, Tensor]:
+    """rows (N, H) by index (M,), and others (N, H) by `number` of its entries from `first` on."""
+    return gather_rows(rows, index), gather_rows(others, index[first : first + number])
+
+
+def count(expert_ids: Tensor, totals: Tensor, num_ranks: int, per_rank: int, width: int, real: Tensor | None) -> None:
+    """Add physical ids (n, K), -1 for none, to totals of pairs (R,), rows (R,), rows of nodes (D,) and tokens (1,)."""
     if real is not None:
-        expert_ids = torch.where(
-            (torch.arange(len(expert_ids), device=expert_ids.device) < real)[:, None], expert_ids, -1
-        )
-    owners = torch.where(expert_ids < 0, size, expert_ids // per_rank).long()
-    reached = owners.new_zeros((len(owners), size + 1)).scatter_(1, owners, 1)
-    pairs += owners.new_zeros(size + 1).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))[:-1]
+        counts = (torch.arange(len(expert_ids), device=expert_ids.device) < real)[:, None]
+        expert_ids = torch.where(counts, expert_ids, -1)
+    owners = torch.where(expert_ids < 0, num_ranks, expert_ids // per_rank).long()
+    reached = owners.new_zeros((len(owners), num_ranks + 1)).scatter_(1, owners, 1)
+    pairs = owners.new_zeros(num_ranks + 1).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))
     nodes = reached[:, :-1].unflatten(1, (-1, width)).amax(dim=2)  # (n, nodes)
-    rows += reached.sum(dim=0)[:-1]
-    node_rows += nodes.sum(dim=0)
-    tokens += nodes.amax(dim=1).sum()
+    tokens = nodes.amax(dim=1).sum(0, keepdim=True)
+    totals += torch.cat([pairs[:-1], reached.sum(dim=0)[:-1], nodes.sum(dim=0), tokens])
 
 
-def cover_copies(
-    expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
-) -> Tensor:
+def place(
+    expert_ids: Tensor, tables: Sequence[Tensor], source: int,
+    totals: Tensor, num_ranks: int, per_rank: int, width: int, real: Tensor | None,
+) -> Tensor:  # fmt: skip
     """(n, K) physical ids of experts (n, K), -1 for -1, by the rule `cover` of `copychoice` for tokens of one rank.
 
-    ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
+    tables: ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
+    The physical ids are counted unless totals is empty.
     """
+    ranks, physical, preferred = tables
     known, ids, K = expert_ids >= 0, expert_ids.long().clamp(min=0), expert_ids.shape[1]
     every = torch.arange(num_ranks, device=ids.device)
     held = (ranks[ids][..., None] == every).any(2) & known[..., None]  # (n, K, G)
@@ -94,7 +101,10 @@ def cover_copies(
         taken = left.gather(2, best[..., None].expand(-1, K, 1))[..., 0] > 0
         chosen = torch.where(taken, best, chosen)
     copy = (ranks[ids] == chosen[..., None]) & known[..., None]
-    return torch.where(copy, physical[ids], -1).amax(2).long()
+    out = torch.where(copy, physical[ids], -1).amax(2).to(expert_ids.dtype)
+    if len(totals):
+        count(out, totals, num_ranks, per_rank, width, real)
+    return out
 
 
 def shuffled_reduce_scatter(partials: list[Tensor], ranks: Tensor) -> list[Tensor]:
@@ -157,6 +167,17 @@ def look_up_tokens(
     return torch.stack([tables.token_scores[l, rows, columns].int() << tables.token_shift[l] for l in layers])
 
 
+def slices(
+    tables: ScoreTables, layer: int, first_rank: int, looked_up: Tensor, routed: Tensor, rows: Rows, states: States
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The slices of a pass's rows at a layer, as order, inverse and counts: see `on_cpu.slices`."""
+    earlier = routed[max(layer - tables.lookback, 0) : layer].flip(0)
+    known = (state[layer] for state in states[:2])
+    history = contribution(tables.history_scores[layer], *known, rows.slots, rows.decoding)
+    scores = score(tables, layer, first_rank, looked_up[layer], earlier, history, rows.real)
+    return order_of_real(assign(scores), rows.real, looked_up.shape[2])
+
+
 def score(
     tables: ScoreTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor, real: Tensor
 ) -> Tensor:
@@ -178,35 +199,36 @@ def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor,
     return torch.where(decoding[:, None], known, rows[-1].int())
 
 
-def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> Tensor:
-    """Observe one token of each of `slots` (B,), distinct except for slot 0, which is padding.
+def restore(
+    rows: Tensor, expert_ids: Tensor, inverse: Tensor,
+    layer: int, routed: Tensor, batch: Rows, tables: ScoreTables, states: States,
+) -> Tensor:  # fmt: skip
+    """Put rows and their experts back in order, and observe the experts: see `on_cpu.restore`."""
+    routed[layer] = expert_ids[inverse].masked_fill(~batch.real[:, None], 0).to(routed.dtype)
+    if batch.turns is None:
+        observe(tables.history_scores[layer], *(state[layer] for state in states), batch.slots, routed[layer])
+    return rows[inverse]
 
-    expert_ids (B, K): the experts of each token. Returns them, with 0 for padding.
-    """
-    told, experts = expert_ids.masked_fill((slots == 0)[:, None], 0), (len(rows) - 1) // 2
-    ids, before, times = told.long(), running[slots].long(), seen[slots]
+
+def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> None:
+    """Observe the experts (B, K) of one token of each of `slots` (B,), distinct except for slot 0, which is padding."""
+    experts = (len(rows) - 1) // 2
+    ids, before, times = expert_ids.long(), running[slots].long(), seen[slots]
     now = rows[ids].sum(1, dtype=torch.int64)
     weight = times.clamp(max=RUNNING_LIMIT) + RUNNING_PRIOR
     change = torch.div((now << FRACTION) - before, weight[:, None], rounding_mode="floor")
     running[slots] = (before + change).int()
     previous[slots] = rows[experts + ids].sum(1, dtype=torch.int32)
     seen[slots] = times + 1
-    return told
 
 
-def observe_in_turn(
-    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, turns: Turns, expert_ids: Tensor
-) -> None:
-    """Observe at all layers what tokens chose (L, N, K), by rows (L, 2 * E + 1, G) and states (L, slots, G).
-
-    It is computed on the host, which waits.
-    """
-    states = running, previous, seen
+def observe_in_turn(tables: ScoreTables, states: States, turns: Turns, routed: Tensor) -> None:
+    """Observe at all layers what tokens chose (L, N, K). It is computed on the host, which waits."""
     means, last, times = arrays = [state[:, turns.slots].cpu().numpy() for state in states]
     local = np.repeat(np.arange(len(turns.slots)), np.diff(turns.first.cpu().numpy()))
-    ids, tables = expert_ids[:, turns.rows].long().cpu().numpy(), rows.cpu().numpy()
+    ids, rows = routed[:, turns.rows].long().cpu().numpy(), tables.history_scores.cpu().numpy()
     for layer in range(len(rows)):
-        oracles.observe(means[layer], last[layer], times[layer], local, ids[layer], tables[layer])
+        oracles.observe(means[layer], last[layer], times[layer], local, ids[layer], rows[layer])
     for state, array in zip(states, arrays, strict=True):
         state[:, turns.slots] = torch.from_numpy(array).to(state.device)
 
@@ -267,9 +289,7 @@ def _level(values: Tensor, pick: Tensor, size: int) -> Tensor:
     target, value = _choose(torch.where(room > 0, values, LOWEST))
     loss = values.gather(1, pick[:, None])[:, 0] - value
     bucket = torch.where(excess[pick] > 0, _bucket(loss), 0)
-    applies = _least(torch.ones_like(pick, dtype=torch.bool), pick, bucket, excess)
-    moves = _least(applies, target, bucket, room)
-    return torch.where(moves, target, pick)
+    return torch.where(_least(pick, bucket, excess), target, pick)
 
 
 def _bucket(loss: Tensor) -> Tensor:
@@ -278,14 +298,14 @@ def _bucket(loss: Tensor) -> Tensor:
     return (octave << FINE_BITS) + (loss >> octave)
 
 
-def _least(chosen: Tensor, group: Tensor, bucket: Tensor, quota: Tensor) -> Tensor:
-    """(B,) bool: the tokens of `chosen` that are the first quota[g] of their group by (bucket, token)."""
+def _least(group: Tensor, bucket: Tensor, quota: Tensor) -> Tensor:
+    """(B,) bool: the tokens that are the first quota[g] of their group by (bucket, token)."""
     counts = torch.zeros(len(quota) * BUCKETS, dtype=torch.int64, device=quota.device)
-    counts = counts.index_add(0, group * BUCKETS + bucket, chosen.long()).view(-1, BUCKETS)
+    counts = counts.index_add(0, group * BUCKETS + bucket, torch.ones_like(group)).view(-1, BUCKETS)
     until = counts.cumsum(1)
     limit = (until < quota[:, None]).sum(1).clamp(max=BUCKETS - 1)
     left = quota - (until - counts).gather(1, limit[:, None])[:, 0]
-    at_limit = chosen & (bucket == limit[group])
+    at_limit = bucket == limit[group]
     groups = torch.arange(len(quota), device=quota.device)
     place = (at_limit[:, None] & (group[:, None] == groups)).cumsum(0).gather(1, group[:, None])[:, 0]
-    return chosen & (quota[group] > 0) & ((bucket < limit[group]) | (at_limit & (place <= left[group])))
+    return (quota[group] > 0) & ((bucket < limit[group]) | (at_limit & (place <= left[group])))

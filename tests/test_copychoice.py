@@ -13,7 +13,8 @@ from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 from semmoe.core import Placement, Plan
 from semmoe.costs.metrics import layer_traffic
 from semmoe.requests.policy import RoundRobin
-from semmoe.runtime.copies import cover_copies, rank_copies
+from semmoe.runtime.copies import place_experts, rank_copies
+from semmoe.runtime.kernels import on_cpu
 from semmoe.tokens.copychoice import CopyChoice, copy_choice, preferred_copies
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology
@@ -151,30 +152,59 @@ def test_which_copy_each_of_eight_ranks_on_two_nodes_uses_by_hand():
     assert found[:, 7].tolist() == [3] * 8
 
 
-def check_implementations(implementation) -> None:
-    """Against numba on the CPU: few ranks and many, few experts of a token and many, unknown ids, an empty batch."""
+COUNTED = (
+    (1, 1, 1, None), (7, 4, 2, 5), (200, 12, 3, 200), (300, 512, 64, None), (9, 8, 1, 0), (5, 8, 8, 9),
+)  # fmt: skip
+
+
+def check_count(kernels, rows: int, ranks: int, nodes: int, real: int | None) -> None:
+    """Counts are added to the totals so far."""
+    rng = np.random.default_rng(rows)
+    ids = torch.from_numpy(rng.integers(-1, 3 * ranks, (rows, 5)).astype(np.int32))
+    bound = None if real is None else torch.tensor([real])
+    totals, theirs = (torch.full((2 * ranks + nodes + 1,), start) for start in (7, 0))
+    kernels.count(ids, totals, ranks, 3, ranks // nodes, bound)
+    reference.count(ids, theirs, ranks, 3, ranks // nodes, bound)
+    assert torch.equal(totals - 7, theirs)
+
+
+def check_place(kernels, ids: torch.Tensor, tables: list[torch.Tensor], source: int, num_ranks: int) -> None:
+    """Uncounted, counted, and with the first third of the rows counted; a node has one rank, or all."""
+    for width, real in ((0, None), (1, None), (num_ranks, torch.tensor([len(ids) // 3]))):
+        size = 2 * num_ranks + num_ranks // width + 1 if width else 0
+        totals, theirs = (torch.zeros(size, dtype=torch.int64) for _ in range(2))
+        sizes = num_ranks, -(-int(tables[1].max() + 1) // num_ranks), max(width, 1), real
+        ours = kernels.place(ids, tables, source, totals, *sizes)
+        assert ours.dtype == ids.dtype
+        assert torch.equal(ours, reference.place(ids, tables, source, theirs, *sizes))
+        assert torch.equal(totals, theirs)
+
+
+def check_implementations(kernels) -> None:
+    """Few ranks and many, few experts of a token and many, unknown ids, an empty batch."""
+    for counted in COUNTED:
+        check_count(kernels, *counted)
     for seed, sizes in enumerate([(1, 1), (4, 1), (8, 2), (6, 3), (16, 1)]):
         placement, topology, rng = placed(seed, sizes, "cover")
         experts, _ = tokens(rng, placement, 9)
         experts[3, 0] = -1
         for source in {0, topology.ep_size - 1}:
             for copies in rank_copies(plan_of(placement, topology), source):
-                tables = copies.ranks, copies.physical, copies.preferred, source, topology.ep_size
-                for rows in (experts, experts[:0]):
-                    ids = torch.from_numpy(rows)
-                    assert implementation(ids, *tables).tolist() == cover_copies(ids, *tables).tolist()
+                for rows in (experts, experts[:0], experts[:, :1], experts[:, :3]):
+                    ids = torch.from_numpy(rows).to((torch.int64, torch.int32)[seed % 2])
+                    check_place(kernels, ids, copies.tables, source, topology.ep_size)
 
 
-def test_the_reference_agrees():
-    check_implementations(reference.cover_copies)
+def test_numba_and_torch_agree():
+    check_implementations(on_cpu)
 
 
 def test_the_operator_may_be_compiled_and_traced():
     placement, topology, rng = placed(3, (4, 1), "cover")
     copies = rank_copies(plan_of(placement, topology), 1)[0]
     ids = torch.from_numpy(tokens(rng, placement, 5)[0])
-    tables = copies.ranks, copies.physical, copies.preferred, 1, 4
-    torch.library.opcheck(cover_copies, (ids, *tables))
+    for totals in (torch.zeros(0, dtype=torch.int64), torch.zeros(10, dtype=torch.int64)):
+        torch.library.opcheck(place_experts, (ids, copies.tables, 1, totals, 4, 8, 4, None))
 
 
 def test_triton_interpreted():
@@ -187,9 +217,13 @@ def test_triton_compiles(target, experts, ranks):
     pytest.importorskip("triton", reason=NO_TRITON)
     import semmoe.runtime.kernels.copies as kernels
 
-    pointers = {"expert_ids": "*i64", "ranks": "*i16", "physical": "*i32", "preferred": "*i16", "out": "*i64"}
-    sizes = {"COPIES": 4, "EXPERTS": experts, "RANKS": ranks}
-    compiles(target, kernels.cover_kernel, pointers, ("source", "num_ranks", "K"), sizes)
+    kinds = {"expert_ids": "*i64", "ranks": "*i16", "physical": "*i32", "preferred": "*i16", "out": "*i64"}
+    kinds |= {"totals": "*i64", "real": "*i64"}
+    numbers = ("number", "top_k", "source", "num_ranks", "per_rank", "width")
+    sizes = {"EXPERTS": experts, "RANKS": ranks, "NODES": 2, "BLOCK": max(kernels.TILE // experts // ranks, 1)}
+    for copies, counts in ((4, True), (4, False), (1, True), (0, True)):
+        flags = {"COPIES": copies, "COUNT": counts, "BOUND": copies == 1}
+        compiles(target, kernels.place_kernel, kinds, numbers, {**flags, **sizes})
 
 
 def test_a_rule_that_is_not_known_is_refused():
@@ -198,6 +232,6 @@ def test_a_rule_that_is_not_known_is_refused():
 
 
 if __name__ == "__main__":
-    from semmoe.runtime.kernels.copies import cover_copies as by_triton
+    from semmoe.runtime.kernels import copies
 
-    check_implementations(by_triton)
+    check_implementations(copies)

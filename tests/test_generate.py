@@ -11,13 +11,13 @@ from ranks import on_threads
 
 from semmoe.cli.demo import MODEL
 from semmoe.core import NEVER
-from semmoe.engines import layer
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import parallel, verify
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan
+from semmoe.runtime import shuffler
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
 from semmoe.solver import solve
@@ -229,7 +229,7 @@ def test_counted_traffic_follows_its_closed_forms(qwen):
 
 def rank_without_unshuffle(rank, size, job, report):
     """A fault: rows come back from the all-gather in slice order instead of token order."""
-    layer.shuffled_all_gather = lambda comm, columns, handle: comm.all_gather(columns)
+    shuffler.shuffled_all_gather = lambda comm, columns, handle: comm.all_gather(columns)
     return gen._rank_main(rank, size, job, report)
 
 

@@ -10,13 +10,13 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
-import reference
 import torch
 from test_argsort import check as check_argsort
-from test_history_kernels import check_by_weight, check_count, check_history, check_in_turn
+from test_copychoice import check_count, check_place
+from test_history_kernels import check_by_weight, check_in_turn, check_restore
 from test_shuffle_kernels import check_rows_by_index
-from test_tokens_backends import check_assign, check_score
-from torch.utils._pytree import tree_map
+from test_tokens_backends import check_assign, check_slices
+from torch.utils._pytree import tree_leaves, tree_map
 from triton_runs import interpret
 
 HIDDEN, TOP_K, EXPERTS, RANKS = 7168, 8, 256, 8
@@ -45,7 +45,7 @@ class Moved:
         def call(*args):
             there = moved(args, self._device)
             out = moved(getattr(self._module, name)(*there), "cpu")
-            for own, changed in zip(args, there, strict=True):
+            for own, changed in zip(tree_leaves(args), tree_leaves(there), strict=True):
                 if isinstance(own, torch.Tensor):
                     own.copy_(changed)  # what was changed in place
             return out
@@ -64,42 +64,43 @@ def moved(values, device: str):
     return tree_map(one, values)
 
 
-def check_cover(kernels, tokens: int) -> None:
+def check_copies(kernels, tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP_K].copy())
     ids[rng.random(ids.shape) < 0.05] = -1
-    ranks = rng.integers(RANKS, size=(EXPERTS, COPIES)).astype(np.int16)
+    ranks = np.argsort(rng.random((EXPERTS, RANKS)), axis=1)[:, :COPIES].astype(np.int16)
     ranks[::2, 1] = -1  # half of the experts have one copy
-    physical = np.where(ranks >= 0, np.arange(2 * EXPERTS).reshape(EXPERTS, COPIES), -1).astype(np.int32)
+    slots = rng.permutation(2 * EXPERTS // RANKS).astype(np.int32)  # of which each rank has as many
+    physical = np.where(ranks >= 0, ranks * len(slots) + rng.choice(slots, ranks.shape), -1).astype(np.int32)
     tables = [torch.from_numpy(t) for t in (ranks, physical, ranks[:, 0].copy())]
     for source in (0, RANKS - 1):
-        ours = kernels.cover_copies(ids, *tables, source, RANKS)
-        assert torch.equal(ours, reference.cover_copies(ids, *tables, source, RANKS))
+        check_place(kernels, ids, tables, source, RANKS)
+        check_place(kernels, ids, [t[:, :1].contiguous() for t in tables[:2]] + tables[2:], source, RANKS)
 
 
 def check_scores(kernels, tokens: int) -> None:
     for seed in range(4):
-        check_score(kernels, seed, tokens=tokens, ranks=64, experts=EXPERTS, top_k=TOP_K)
+        check_slices(kernels, seed, tokens=tokens, ranks=64, experts=EXPERTS, top_k=TOP_K)
 
 
 def check_all(tokens: int, on) -> None:
     """Raises AssertionError where a kernel and its reference differ in a bit. on: what a module is called through."""
-    from semmoe.runtime.kernels import argsort, assign, copies, history, scores, shuffle, traffic
+    from semmoe.runtime.kernels import on_gpu
 
-    ranks = np.random.default_rng(tokens).integers(RANKS, size=tokens)
+    kernels, ranks = on(on_gpu), np.random.default_rng(tokens).integers(RANKS, size=tokens)
     checks = {
-        "rows by index": lambda: check_rows_by_index(on(shuffle), torch.bfloat16, tokens, HIDDEN),
-        "argsort": lambda: check_argsort(on(argsort).order_of_real, ranks, RANKS),
-        "copy choice": lambda: check_cover(on(copies), tokens),
-        "scores": lambda: check_scores(on(scores), tokens),
-        "histories": lambda: check_history(on(history), (tokens, RANKS, TOP_K, EXPERTS)),
+        "rows by index": lambda: check_rows_by_index(kernels, torch.bfloat16, tokens, HIDDEN),
+        "argsort": lambda: check_argsort(kernels.order_of_real, ranks, RANKS),
+        "copies, counted": lambda: check_copies(kernels, tokens),
+        "scores and slices": lambda: check_scores(kernels, tokens),
+        "rows and histories": lambda: check_restore(kernels, (tokens, RANKS, TOP_K, EXPERTS), HIDDEN),
         "histories of prompts": lambda: check_in_turn(
-            on(history), np.arange(tokens) // 200 + 1, RANKS, TOP_K, EXPERTS, layers=2
+            kernels, np.arange(tokens) // 200 + 1, RANKS, TOP_K, EXPERTS, layers=2
         ),
-        "experts by weight": lambda: check_by_weight(on(history), tokens, TOP_K),
-        "traffic": lambda: check_count(on(traffic), tokens, RANKS, 2, tokens * 3 // 4),
-        "assignment": lambda: check_assign(on(assign), "random", tokens, RANKS),
-        "assignment to 2, 16 and 64": lambda: [check_assign(on(assign), "random", tokens, s) for s in (2, 16, 64)],
+        "experts by weight": lambda: check_by_weight(kernels, tokens, TOP_K),
+        "traffic": lambda: check_count(kernels, tokens, RANKS, 2, tokens * 3 // 4),
+        "assignment": lambda: check_assign(kernels, "random", tokens, RANKS),
+        "assignment to 2, 16 and 64": lambda: [check_assign(kernels, "random", tokens, s) for s in (2, 16, 64)],
     }
     for name, check in checks.items():
         begin = time.perf_counter()

@@ -64,7 +64,9 @@ def scatter_then_gather(comm):
     for seed in range(CASES):
         partials, ranks, real = case(comm.size, seed)
         handle = shuffle_handle(ranks, real, comm.size, comm.rank)
-        mine = shuffled_reduce_scatter(comm, partials[comm.rank][: max(int(real.sum()), 1)], handle)
+        partial = partials[comm.rank][: max(int(real.sum()), 1)]
+        mine, own = shuffled_reduce_scatter(comm, partial, partial, handle)
+        assert torch.equal(own, take_rows(partial, handle.mine))
         before = comm.sent["all_gather"]
         ids = handle.mine.clamp(min=0).to(torch.uint8)[:, None].expand(-1, 3)
         whole, routed = shuffled_all_gather(comm, [mine, ids], handle)
@@ -129,7 +131,8 @@ def test_the_order_of_the_sum_is_the_ranks():
 
     def job(comm):
         handle = shuffle_handle(torch.arange(4), torch.ones(4, dtype=torch.bool), 4, comm.rank)
-        return shuffled_reduce_scatter(comm, parts[comm.rank].expand(4, 8).contiguous(), handle)
+        rows = parts[comm.rank].expand(4, 8).contiguous()
+        return shuffled_reduce_scatter(comm, rows, rows, handle)[0]
 
     in_order = ((parts[0] + parts[1]) + parts[2]) + parts[3]
     assert all((rows == in_order).all() for rows in on_threads(4, job))

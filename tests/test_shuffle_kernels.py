@@ -17,7 +17,8 @@ def test_triton_compiles(target, dtype):
     pytest.importorskip("triton", reason=NO_TRITON)
     from semmoe.runtime.kernels.shuffle import gather_kernel
 
-    compiles(target, gather_kernel, {"rows": dtype, "index": "*i64", "out": dtype}, ("width",), {"BLOCK": 1024})
+    kinds = {"rows": dtype, "others": "*bf16", "index": "*i64", "out": dtype, "mine": "*bf16"}
+    compiles(target, gather_kernel, kinds, ("number", "first", "width"), {"BLOCK": 1024})
 
 
 def check_rows_by_index(kernels, dtype: torch.dtype, tokens: int = 9, width: int = 37) -> None:
@@ -27,6 +28,10 @@ def check_rows_by_index(kernels, dtype: torch.dtype, tokens: int = 9, width: int
     packed = kernels.gather_rows(rows, index)
     assert torch.equal(packed[index >= 0], rows[index[index >= 0]])
     assert (packed[index < 0] == 0).all()
+    others = torch.randn(tokens, width)  # of another type
+    both = kernels.gather_both(rows, others, index, 1, tokens // 2)
+    assert torch.equal(both[0], packed)
+    assert torch.equal(both[1], kernels.gather_rows(others, index[1 : 1 + tokens // 2]))
 
 
 def interpreted() -> None:

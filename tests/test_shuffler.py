@@ -11,6 +11,7 @@ import oracles
 import pytest
 import reference
 import torch
+from alone import tell
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_fingerprint
@@ -25,10 +26,9 @@ from semmoe.paper import policies
 from semmoe.paper.policies import PaperTables
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime import kernels
-from semmoe.runtime.history import History
 from semmoe.runtime.shuffle import shuffle_handle, take_rows
 from semmoe.runtime.shuffler import PADDING_SLOT, Shuffler
-from semmoe.runtime.tables import ScoreTables, Turns
+from semmoe.runtime.tables import Rows, ScoreTables, Turns
 from semmoe.tokens import slices as host_scores
 from semmoe.tokens.slices import ByPosition, assign
 from semmoe.topology import Topology
@@ -143,7 +143,7 @@ def check_slices(seed) -> None:
             assert torch.equal(mine.counts, other.counts)
             if layer is not None:
                 chosen = routed(seed * 100 + number, layer, len(ids))
-                ours.observe(layer, chosen)
+                tell(ours, layer, chosen)
                 theirs.observe(layer, chosen.numpy())
 
 
@@ -168,7 +168,7 @@ def test_later_tokens_of_a_prompt_do_not_know_the_earlier_ones(seed):
             )
             assert torch.equal(device.slices(layer).order, handle_of(assign(scores)).order)
             chosen = routed(seed * 10 + number, layer, 6)
-            device.observe(layer, chosen)
+            tell(device, layer, chosen)
             history.observe(layer, slots, chosen.numpy())
             earlier.insert(0, chosen.numpy())
 
@@ -190,7 +190,7 @@ def test_the_papers_tables(seed, padding):
         np.testing.assert_array_equal(place, expected)
         assert handle.counts.tolist() == np.bincount(expected, minlength=SIZE).tolist()
         chosen = routed(seed, layer, tokens)
-        ours.observe(layer, torch.cat([chosen, torch.full((padding, TOP_K), 255)]))
+        tell(ours, layer, torch.cat([chosen, torch.full((padding, TOP_K), 255)]))
         devices = policies.majority_rank(chosen.numpy(), device_of[layer], SIZE)[:, None]
 
 
@@ -213,7 +213,8 @@ def test_a_gpu_without_triton_is_refused(monkeypatch):
 def test_histories_are_those_of_plain_loops(seed):
     """Passes of one token a slot, whose sums are often negative, and of several."""
     rng, tables = np.random.default_rng(seed), random_tables(seed)
-    ours, theirs = History(ScoreTables.of(tables), SLOTS), oracles.History(tables, SLOTS)
+    here, ours, theirs = kernels.of(torch.device("cpu")), ScoreTables.of(tables), oracles.History(tables, SLOTS)
+    states = ours.states(SLOTS)
     for turn in range(40):
         several = turn % 5 == 0
         slots = rng.integers(1, 6, 9) if several else rng.permutation(np.arange(1, 8))[:5]
@@ -221,17 +222,21 @@ def test_histories_are_those_of_plain_loops(seed):
         theirs.observe(1, slots, ids)
         if several:
             turns = Turns.of(slots, torch.device("cpu"))
-            ours.observe_in_turn(turns, torch.from_numpy(ids).expand(LAYERS, *ids.shape))
+            here.observe_in_turn(ours, states, turns, torch.from_numpy(ids).expand(LAYERS, *ids.shape))
         else:
-            padded = fitted(slots, 3), torch.from_numpy(np.append(ids, np.zeros((3, TOP_K), int), axis=0))
-            ours.observe(1, *padded)
+            padded, chosen = fitted(slots, 3), torch.from_numpy(np.append(ids, np.full((3, TOP_K), 99), axis=0))
+            order, real = torch.randperm(8), padded > 0
+            batch = Rows(padded, padded, real, real, None)
+            routed = torch.zeros((LAYERS, 8, TOP_K), dtype=torch.uint8)
+            # Rows of the slices, which come in `order`, are put back.
+            rows = here.restore(order[:, None], chosen[order], order.argsort(), 1, routed, batch, ours, states)
+            assert rows[:, 0].tolist() == list(range(8))
+            assert torch.equal(routed[1].long(), chosen * real[:, None])
         if turn == 20:
             theirs.reset(np.array([2, 3]))
-            ours.reset(torch.tensor([2, 3, PADDING_SLOT, PADDING_SLOT]))
-        used = np.arange(1, 8)
-        decoding = rng.random(7) < 0.7
-        known = ours.contribution(1, torch.from_numpy(used), torch.from_numpy(decoding)).numpy()
-        np.testing.assert_array_equal(known, theirs.contribution(1, used, decoding))
+            ours.reset(states, torch.tensor([2, 3, PADDING_SLOT, PADDING_SLOT]))
+        for mine, other in zip(states, theirs.state(1), strict=True):
+            np.testing.assert_array_equal(mine[1, 1:8].numpy(), other[1:8])
 
 
 def test_the_tokens_that_stand_in_padding_change_nothing():
@@ -249,7 +254,7 @@ def test_padding_makes_room_for_tokens():
     padding = [0, 0]  # as it scores
     rows = torch.tensor([[9, 1], [5, 4], [7, 0], padding], dtype=torch.int32)
     assert reference.assign(rows).tolist() == [0, 1, 0, 1]
-    assert kernels.of(rows.device).assign(rows).tolist() == [0, 1, 0, 1]
+    assert assign(rows.numpy()).tolist() == [0, 1, 0, 1]
 
 
 @settings(max_examples=60, deadline=None)
@@ -269,7 +274,7 @@ def test_with_padding_every_token_comes_once_and_first(seed, tokens, padding):
         assert sorted(handle.inverse.tolist()) == list(range(tokens + padding))
         if layer is not None:
             nonsense = torch.full((padding, TOP_K), -1)
-            shuffler.observe(layer, torch.cat([routed(seed, layer, tokens), nonsense]))
+            tell(shuffler, layer, torch.cat([routed(seed, layer, tokens), nonsense]))
 
 
 def test_padding_leaves_histories_alone():
@@ -280,11 +285,9 @@ def test_padding_leaves_histories_alone():
         for turn in range(3):
             shuffler.start(fitted(np.array([3, 4, 5]), padding), fitted(np.array([7, 1, 2]), padding), None, NONE_NEW)
             chosen = torch.cat([routed(turn, 0, 3), torch.full((padding, TOP_K), 255)])
-            shuffler.observe(0, chosen)
-        found.append(
-            shuffler._slicer._history.contribution(0, torch.tensor([7, 1, 2]), torch.ones(3, dtype=torch.bool))
-        )
-    assert torch.equal(*found)
+            tell(shuffler, 0, chosen)
+        found.append([state[0, [7, 1, 2]].tolist() for state in shuffler._slicer._states])
+    assert found[0] == found[1]
 
 
 def decode(shuffler):
@@ -297,7 +300,7 @@ def decode(shuffler):
             handle = shuffler.slices(layer)
             out += [handle.order, handle.inverse, handle.counts, take_rows(routed[layer].float(), handle.order)]
             if shuffler.uses_history:
-                shuffler.observe(layer, routed[layer])
+                tell(shuffler, layer, routed[layer])
         return out
 
     return run
@@ -367,8 +370,8 @@ def test_a_cuda_graph():
 def test_what_waits_for_the_device_is_not_traced(wait):
     """Or the test above would say nothing."""
     shuffler = reserved(plan(2))
-    observe = shuffler.observe
-    shuffler.observe = lambda layer, ids: (wait(ids.flatten()[0]), observe(layer, ids))
+    gather = shuffler.gather
+    shuffler.gather = lambda comm, rows, ids, *others: (wait(ids.flatten()[0]), gather(comm, rows, ids, *others))[1]
     with pytest.raises((RuntimeError, DataDependentOutputException, DynamicOutputShapeException)):
         graph_of(shuffler, 8)
 

@@ -8,7 +8,7 @@ from oracles import score_tokens
 from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 
 from semmoe.runtime.kernels import on_cpu
-from semmoe.runtime.tables import ScoreTables
+from semmoe.runtime.tables import Rows, ScoreTables, States
 from semmoe.tokens import kernels
 from semmoe.tokens import slices as by_numba
 from semmoe.tokens.slices import PathScores
@@ -30,47 +30,80 @@ def batch(kind: str, tokens: int, slices: int) -> np.ndarray:
     return scores.astype(np.int32)
 
 
+LAYER = 3  # of four, in `score_case`
+
+
 def score_case(seed: int, tokens: int = 45, ranks: int = 12, experts: int = 6, top_k: int = 3):
-    """Tables, and the arguments of `score` after them."""
+    """Tables, and the arguments of `score` after them; the number of tokens is rounded up to equal slices."""
     rng = np.random.default_rng(seed)
     lookback, ordered = ((0, 0), (1, 1), (3, 1), (2, 2))[seed % 4]
-    rows, path = 9, max((ordered * top_k + lookback - ordered) * experts, 1)
+    rows, path, layers = 9, max((ordered * top_k + lookback - ordered) * experts, 1), LAYER + 1
     tables = PathScores(
         token_rows=rng.integers(0, rows, 21).astype(np.int32), token_source=np.zeros(21, np.uint8),
-        token_scores=rng.integers(-127, 128, (2, rows, ranks)).astype(np.int8),
-        token_shift=np.array([0, 5], np.uint8),
-        path_scores=rng.integers(-9000, 9000, (2, path, ranks)).astype(np.int16),
-        history_scores=rng.integers(-9000, 9000, (2, 2 * experts + 1, ranks)).astype(np.int16),
+        token_scores=rng.integers(-127, 128, (layers, rows, ranks)).astype(np.int8),
+        token_shift=np.array([0, 1, 7, 5], np.uint8),
+        path_scores=rng.integers(-9000, 9000, (layers, path, ranks)).astype(np.int16),
+        history_scores=rng.integers(-9000, 9000, (layers, 2 * experts + 1, ranks)).astype(np.int16),
         lookback=lookback, ordered=ordered,
     )  # fmt: skip
+    first, slices = ((0, 12), (4, 8), (3, 5))[seed % 3]
+    tokens = -(-tokens // slices) * slices
     ids = rng.integers(-2, 24, tokens)
     earlier = rng.integers(0, experts, (lookback, tokens, top_k)).astype(np.uint8)
     history = rng.integers(-5000, 5000, (tokens, ranks)).astype(np.int32) if seed % 2 else None
-    first, slices = ((0, 12), (4, 8), (3, 5))[seed % 3]
-    return tables, (1, first, slices, ids, earlier, history)
+    return tables, (LAYER, first, slices, ids, earlier, history)
+
+
+def pass_of(tokens: int, tables: PathScores, experts: int, top_k: int) -> tuple[torch.Tensor, Rows, States]:
+    """Experts at every layer, rows of which the last are padding and some are decoded, and states of their slots."""
+    rng, (layers, _, ranks) = np.random.default_rng(tokens), tables.history_scores.shape
+    slots = rng.permutation(np.arange(1, tokens + 3))[:tokens]
+    slots[tokens - tokens // 4 :] = 0
+    routed = rng.integers(0, experts, (layers, tokens, top_k)).astype(np.uint8)
+    running, previous = (rng.integers(-(2**20), 2**20, (layers, tokens + 3, ranks)).astype(np.int32) for _ in range(2))
+    seen = rng.integers(0, 5000, (layers, tokens + 3))
+    slots, routed, *states = tensors([slots, routed, running, previous, seen])
+    return routed, Rows(slots, slots, slots != 0, slots % 3 > 0, None), States(*states)
 
 
 def tensors(arguments):
     return [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in arguments]
 
 
-def check_score(backend, seed: int, **sizes: int) -> None:
-    tables, arguments = score_case(seed, **sizes)
-    given, expected = (
-        (ScoreTables.of(tables), *tensors(arguments)),
-        score_tokens(by_numba, tables, *arguments),
-    )
-    if given[-1] is None:  # as `contribution` has it for tokens of a prompt
-        mean = tables.history_scores[arguments[0], -1:].astype(np.int32)
-        given = (*given[:-1], torch.from_numpy(np.repeat(mean, len(expected), axis=0)))
-    for real in (np.ones(len(expected), bool), np.arange(len(expected)) % 3 > 0):
-        ours = score_tokens(backend, *given, torch.from_numpy(real)).numpy()
-        np.testing.assert_array_equal(ours, expected * real[:, None])
+def check_slices(kernels, seed: int, **sizes: int) -> None:
+    """Look tokens up, score them and assign them, at the first layer and at one with a whole look-back."""
+    tables, (_, first, slices, ids, earlier, _) = score_case(seed, **sizes)
+    here, every = ScoreTables.of(tables), range(LAYER + 1)
+    given = here, every, first, slices, torch.from_numpy(ids)
+    looked_up = kernels.look_up_tokens(*given)
+    assert torch.equal(looked_up, reference.look_up_tokens(*given))
+    routed, rows, states = pass_of(len(ids), tables, here.num_experts, earlier.shape[2])
+    for layer in (0, LAYER):
+        for backend in (reference, on_cpu):
+            given = here, layer, first, looked_up, routed, rows, states
+            for ours, other in zip(kernels.slices(*given), backend.slices(*given), strict=True):
+                assert ours.dtype == other.dtype
+                assert torch.equal(ours, other)
 
 
-def check_assign(backend, kind: str, tokens: int, slices: int) -> None:
-    scores = batch(kind, tokens, slices)
-    np.testing.assert_array_equal(backend.assign(torch.from_numpy(scores)).numpy(), by_numba.assign(scores))
+def check_assign(kernels, kind: str, tokens: int, slices: int) -> None:
+    """The slices of rows whose scores are looked up, and nothing else; the number of rows is rounded up."""
+    scores = batch(kind, -(-tokens // slices) * slices, slices)
+    nothing = np.zeros((1, 3, slices), np.int16)
+    tables = PathScores(
+        token_rows=np.zeros(1, np.int32), token_source=np.zeros(1, np.uint8), token_shift=np.zeros(1, np.uint8),
+        token_scores=nothing[:, :1].astype(np.int8), path_scores=nothing[:, :1], history_scores=nothing,
+        lookback=0, ordered=0,
+    )  # fmt: skip
+    number, here = len(scores), ScoreTables.of(tables)
+    routed, rows, _ = pass_of(number, tables, 1, 1)
+    real = torch.ones(number, dtype=torch.bool)
+    rows = Rows(rows.slots, rows.slots, real, ~real, None)
+    given = here, 0, 0, torch.from_numpy(scores)[None], routed, rows, here.states(number + 3)
+    order, inverse, counts = kernels.slices(*given)
+    np.testing.assert_array_equal(inverse.numpy() // max(number // slices, 1), by_numba.assign(scores))
+    assert torch.equal(order[inverse], torch.arange(number))
+    assert counts.tolist() == [number // slices] * slices
 
 
 def plain_score(tables, layer, first, slices, ids, earlier, history):
@@ -90,8 +123,7 @@ def plain_score(tables, layer, first, slices, ids, earlier, history):
 def test_score_sums_the_rows(seed):
     tables, arguments = score_case(seed)
     np.testing.assert_array_equal(score_tokens(by_numba, tables, *arguments), plain_score(tables, *arguments))
-    for backend in (reference, on_cpu):
-        check_score(backend, seed)
+    check_slices(on_cpu, seed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +132,8 @@ def test_slices_fit_and_torch_agrees(kind, tokens, slices):
     counts = np.bincount(by_numba.assign(batch(kind, tokens, slices)), minlength=slices)
     assert counts.max() <= -(-tokens // slices)
     assert len(counts) == slices
-    check_assign(reference, kind, tokens, slices)
+    scores = batch(kind, tokens, slices)
+    np.testing.assert_array_equal(reference.assign(torch.from_numpy(scores)).numpy(), by_numba.assign(scores))
 
 
 @pytest.mark.parametrize(("tokens", "slices"), [(510, 3), (513, 8), (1100, 17), (2000, 3), (5001, 16), (8192, 8)])
@@ -149,17 +182,13 @@ def test_triton_interpreted():
 
 
 def interpreted() -> None:
-    from semmoe.runtime.kernels import assign
-    from semmoe.runtime.kernels import scores as by_triton
+    from semmoe.runtime.kernels import on_gpu
 
     for seed in range(6):
-        check_score(by_triton, seed)
-    tables, (_, first, slices, ids, _, _) = score_case(2)
-    given = ScoreTables.of(tables), range(2), first, slices, torch.from_numpy(ids)
-    assert torch.equal(by_triton.look_up_tokens(*given), reference.look_up_tokens(*given))
+        check_slices(on_gpu, seed)
     for kind in KINDS:
-        for tokens, slices in ((7, 1), (3, 8), (50, 3), (129, 8), (520, 8), (1100, 17)):
-            check_assign(assign, kind, tokens, slices)
+        for tokens, slices in ((1, 1), (7, 1), (3, 8), (50, 3), (129, 8), (520, 8), (1100, 17)):
+            check_assign(on_gpu, kind, tokens, slices)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -168,16 +197,15 @@ def test_triton_compiles(target):
     from semmoe.runtime.kernels import assign
     from semmoe.runtime.kernels import scores as by_triton
 
-    pointers, block = {"scores": "*i32", "out": "*i16"}, {"BLOCK": 128, "WIDTH": 8}
-    for whole in (True, False):
-        compiles(target, assign.assign_kernel, pointers, ("tokens", "slices"), {**block, "WHOLE": whole})
     block = {"BLOCK": 32, "WIDTH": 8}
     pointers = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8", "shifts": "*i32"}
     compiles(target, by_triton.look_up_kernel, pointers, (*NUMBERS, "last", "rows"), block)
-    pointers = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
-    pointers["real"] = "*i1"
-    constants = {"LAYERS": 5, "TOP_K": 4, "ORDERED": 2, "EXPERTS": 32, **block}
-    compiles(target, by_triton.score_kernel, pointers, NUMBERS, constants)
+    pointers = {"order": "*i64", "inverse": "*i64", "counts": "*i32", "pick": "*i16", "looked_up": "*i32"}
+    pointers |= {"path_scores": "*i16", "routed": "*u8", "mean": "*i16", "running": "*i32", "previous": "*i32"}
+    pointers |= {"slots": "*i64", "decoding": "*i1", "real": "*i1"}
+    constants = {"LAYERS": 2, "ORDERED": 1, "EXPERTS": 32, "BLOCK": 128, "WIDTH": 8}
+    for whole in (True, False):
+        compiles(target, assign.slices_kernel, pointers, (*NUMBERS, "layer", "top_k"), {**constants, "WHOLE": whole})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 from semmoe.engines.counters import Reading
 from semmoe.engines.step import Step
 from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.copies import RankCopies
 
 
 def _nothing(part: object, *arguments: object, **named: object) -> None:
@@ -49,3 +50,7 @@ class NoTraffic:
 
     counts = False
     count = _nothing
+
+    def place(self, copies: RankCopies, expert_ids: torch.Tensor, *counted: object) -> torch.Tensor:
+        """Choose copies, uncounted."""
+        return copies.to_physical(expert_ids)

@@ -26,7 +26,7 @@ from semmoe.core import Plan
 from semmoe.engines.counters import Reading
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.shuffle import ShuffleHandle, shuffled_all_gather, shuffled_reduce_scatter, take_rows
+from semmoe.runtime.shuffle import ShuffleHandle, shuffled_all_gather, shuffled_reduce_scatter
 from semmoe.runtime.shuffler import PADDING_SLOT, Shuffler
 
 
@@ -58,7 +58,7 @@ class TokenRows:
         self._handle: ShuffleHandle | None = None  # between the two collectives of a layer
         self._layer: int | None = None
         self._given_rows = 0  # at the start of a layer
-        self._routing: tuple[Tensor, Tensor] | None = None
+        self._routing: tuple[Tensor, Tensor, Tensor | None] | None = None
         # Functions called with (layer, logical ids (N, K)) of all rows in order. They do not decide whether ids are
         # sent: a recorder is attached to one rank only, and all ranks must send the same.
         self.routed: Any = None
@@ -155,9 +155,12 @@ class TokenRows:
         assert self._handle is not None
         return self._handle.counts[self._handle.rank]
 
-    def observe(self, expert_ids: Tensor, weights: Tensor) -> None:
-        """Observe the routing of this rank's rows: logical ids (n, K) and weights (n, K)."""
-        self._routing = expert_ids, weights
+    def observe(self, expert_ids: Tensor, weights: Tensor, logical: Tensor | None = None) -> None:
+        """Observe the routing of this rank's rows: ids (n, K) and weights (n, K).
+
+        logical (P,): the expert of each physical one, if ids are physical.
+        """
+        self._routing = expert_ids, weights, logical
 
     def scatter(self, partial: Tensor, residual: Tensor, layer: int | None) -> tuple[Tensor, Tensor]:
         """(N', H) partial sums and the residual stream of all rows -> (n, H) sums and residual of this rank's rows.
@@ -166,33 +169,26 @@ class TokenRows:
         """
         self._given_rows, self._layer = len(partial), layer
         self._handle = handle = self._shuffler.slices(layer)
-        return shuffled_reduce_scatter(self.comm, partial, handle), take_rows(residual, handle.mine)
+        return shuffled_reduce_scatter(self.comm, partial, residual, handle)
 
     def restore(self, rows: Tensor) -> Tensor:
         """(n, H) of every rank -> (N', H) in the tokens' order; the routing is sent along.
 
         Rows of padding may be left out.
         """
-        assert self._handle is not None
-        columns = [rows]
-        travels = self.shuffled and self._layer is not None and (self._shuffler.uses_history or self.captured)
-        if travels:
-            assert self._routing is not None
-            columns.append(self._shuffler.by_weight(*self._routing))
-        padded = [fit_rows(column, self._handle.slice_rows) for column in columns]
-        whole = shuffled_all_gather(self.comm, padded, self._handle)
-        self._handle = None
-        if travels:
-            self._tell(whole[1])
-        return whole[0][: self._given_rows]
-
-    def _tell(self, expert_ids: Tensor) -> None:
-        assert self._layer is not None
-        if self._shuffler.uses_history:
-            self._shuffler.observe(self._layer, expert_ids)
+        handle = self._handle
+        assert handle is not None
+        self._handle, layer, given = None, self._layer, self._given_rows
+        rows = fit_rows(rows, handle.slice_rows)
+        if not self.shuffled or layer is None or not (self._shuffler.uses_history or self.captured):
+            return shuffled_all_gather(self.comm, [rows], handle)[0][:given]
+        assert self._routing is not None
+        expert_ids = fit_rows(self._shuffler.by_weight(*self._routing), handle.slice_rows)
+        whole, expert_ids = self._shuffler.gather(self.comm, rows, expert_ids, handle, layer)
         for listener in (self.routed, self.captured):
             if listener is not None:
-                listener(self._layer, expert_ids)
+                listener(layer, expert_ids)
+        return whole[:given]
 
 
 def fit_rows(values: Tensor, num_rows: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Map logical to physical experts on an engine's device: the plan's copy choice for the tokens of a rank.
 
-A pure function of a token's expert ids with static shapes, registered as an operator of torch, so that engines may
-compile or capture what calls it. numba runs it on the CPU, one Triton program per token on a GPU.
+It depends on a token's expert ids alone, has static shapes, and is registered as an operator of torch, so that engines
+may compile or capture what calls it. The operator also counts its choices: numba on a CPU, one kernel on a GPU.
 """
 
 from collections.abc import Sequence
@@ -50,13 +50,14 @@ class RankCopies:
         column = (self.ranks == self.preferred[:, None]).int().argmax(dim=1, keepdim=True)
         return self.physical.gather(1, column)[:, 0]
 
+    @property
+    def tables(self) -> list[Tensor]:
+        return [self.ranks, self.physical, self.preferred]
+
     def to_physical(self, expert_ids: Tensor) -> Tensor:
         """Logical ids (n, K), -1 for none, to physical ids of the same type."""
-        if self.ranks.shape[1] == 1 and expert_ids.is_cpu:
-            ids = expert_ids.long()
-            return torch.where(ids >= 0, self.physical[:, 0][ids.clamp(min=0)], -1).to(expert_ids.dtype)
-        tables = self.ranks, self.physical, self.preferred
-        return torch.ops.semmoe.cover_copies(expert_ids, *tables, self.source, self.num_ranks)
+        nothing = expert_ids.new_empty(0, dtype=torch.int64)
+        return place_experts(expert_ids, self.tables, self.source, nothing, self.num_ranks, 1, 1, None)
 
 
 def take_over(old: Sequence[RankCopies], new: Sequence[RankCopies], captured: bool) -> list[RankCopies]:
@@ -91,15 +92,16 @@ def rank_copies(plan: Plan, source: int) -> list[RankCopies]:
     return [RankCopies(near, ids, first, source, topology.ep_size) for near, ids, first in layers]
 
 
-@torch.library.custom_op("semmoe::cover_copies", mutates_args=())
-def cover_copies(
-    expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
-) -> Tensor:
-    """(n, K) physical ids by the rule `cover`, -1 for ids of -1, in their type: see `kernels.on_cpu.cover_copies`."""
-    found = kernels.of(expert_ids.device).cover_copies(expert_ids, ranks, physical, preferred, source, num_ranks)
-    return found.to(expert_ids.dtype)
+@torch.library.custom_op("semmoe::place_experts", mutates_args=("totals",))
+def place_experts(
+    expert_ids: Tensor, tables: list[Tensor], source: int,
+    totals: Tensor, num_ranks: int, per_rank: int, width: int, real: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """(n, K) physical ids, which are added to the totals unless these are empty: see `kernels.on_cpu.place`."""
+    here = kernels.of(expert_ids.device)
+    return here.place(expert_ids, tables, source, totals, num_ranks, per_rank, width, real)
 
 
-@cover_copies.register_fake
-def _(expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int) -> Tensor:
+@place_experts.register_fake
+def _(expert_ids: Tensor, *others: Any) -> Tensor:
     return torch.empty_like(expert_ids)

@@ -56,14 +56,18 @@ def take_rows(rows: Tensor, index: Tensor) -> Tensor:
     return kernels.of(rows.device).gather_rows(rows, index)
 
 
-def shuffled_reduce_scatter(comm: Communicator, partial: Tensor, handle: ShuffleHandle) -> Tensor:
-    """SRS: sum `partial` over ranks -> (n, H), this rank's tokens and zeros for padding.
+def shuffled_reduce_scatter(
+    comm: Communicator, partial: Tensor, residual: Tensor, handle: ShuffleHandle
+) -> tuple[Tensor, Tensor]:
+    """SRS: sum `partial` over ranks -> (n, H), this rank's tokens and zeros for padding; and its rows of `residual`.
 
-    partial (at least as many rows as tokens, H). Sums are in rank order, except over NCCL.
+    Both (at least as many rows as tokens, H). Sums are in rank order, except over NCCL.
     """
-    return comm.reduce_scatter(take_rows(partial, handle.order))
+    number = handle.slice_rows
+    rows, mine = kernels.of(partial.device).gather_both(partial, residual, handle.order, handle.rank * number, number)
+    return comm.reduce_scatter(rows), mine
 
 
 def shuffled_all_gather(comm: Communicator, columns: Sequence[Tensor], handle: ShuffleHandle) -> list[Tensor]:
-    """SAG of tensors (n, ...) of the same rows -> (N, ...) in the original order; padding rows keep their values."""
-    return [rows.index_select(0, handle.inverse) for rows in comm.all_gather(columns)]
+    """SAG of tensors (n, H) of the same rows -> (N, H) in the original order; padding rows keep their values."""
+    return [take_rows(rows, handle.inverse) for rows in comm.all_gather(columns)]

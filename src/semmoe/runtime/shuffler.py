@@ -8,7 +8,6 @@ Worked example, two slices, scores [9, 1], [5, 4], [7, 0] and one row of padding
 holds two rows; token 1 loses least by moving: [0, 1, 0, 1], and slice 1 is token 1 and the padding.
 """
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -19,24 +18,14 @@ from semmoe.core import Plan
 from semmoe.costs.metrics import majority_rank
 from semmoe.paper.policies import PaperTables, assign_slices, device_of_expert, look_up
 from semmoe.runtime import kernels
-from semmoe.runtime.history import History
-from semmoe.runtime.shuffle import ShuffleHandle, shuffle_handle, slice_rows
-from semmoe.runtime.tables import ScoreTables, Turns
+from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.shuffle import ShuffleHandle, shuffle_handle, shuffled_all_gather, slice_rows
+from semmoe.runtime.tables import Rows, ScoreTables, Turns
 from semmoe.tokens.slices import ByPosition, PathScores
 
 PADDING_SLOT = 0  # padding writes to this slot, which is never read
 Device: TypeAlias = str | torch.device
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a forward pass, in the order in which the group shares them, padding last."""
-
-    token_ids: Tensor  # (N,)
-    slots: Tensor  # (N,): the slot of each row's request
-    real: Tensor  # (N,) bool: rows that are not padding
-    decoding: Tensor  # (N,) bool: tokens that the model generated
-    turns: Turns | None  # if a slot may have several tokens; else it has one at most
+Parts: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Slicer:
@@ -57,12 +46,17 @@ class Slicer:
     def start(self, rows: Rows, new_slots: Tensor) -> None:
         """Begin a forward pass. new_slots: slots whose request begins, PADDING_SLOT for none."""
 
-    def slices(self, layer: int) -> Tensor:
-        """(N,) the slice of each row at a MoE layer; slices are equal. Called where `uses_history`."""
+    def slices(self, layer: int, rank: int) -> ShuffleHandle:
+        """A rank's handle of the slices at a MoE layer; slices are equal. Called where `uses_history`."""
         raise NotImplementedError
 
-    def observe(self, layer: int, expert_ids: Tensor) -> None:
-        """Observe the experts (N, K) of all rows at a MoE layer; padding has any ids."""
+    def gather(self, comm: Communicator, rows: Tensor, expert_ids: Tensor, handle: ShuffleHandle, layer: int) -> Parts:
+        """Gather this rank's rows (n, H) and their experts (n, K) by falling weight: (N, H) and (N, K) in order.
+
+        The experts are observed where `uses_history`. Padding has any experts.
+        """
+        whole, ids = shuffled_all_gather(comm, [rows, expert_ids], handle)
+        return whole, ids
 
 
 class PathSlices(Slicer):
@@ -80,38 +74,33 @@ class PathSlices(Slicer):
 
     def reserve(self, num_slots: int) -> None:
         """Allocate the histories of requests."""
-        self._history = History(self._tables, num_slots)
+        self._states = self._tables.states(num_slots)
 
     def start(self, rows: Rows, new_slots: Tensor) -> None:
         """Look the tokens up for all layers, and begin the histories of new requests."""
-        self._history.reset(new_slots)
+        self._tables.reset(self._states, new_slots)
         self._rows = rows
-        self._earlier: list[Tensor] = []  # experts (N, K), latest first
+        shape = self._layers, len(rows.slots), self._top_k
+        self._routed = torch.empty(shape, dtype=self._id_type, device=rows.slots.device)  # each layer's, once known
         every = range(self._layers)
         self._looked_up = self._kernels.look_up_tokens(self._tables, every, self._first, self._size, rows.token_ids)
 
-    def slices(self, layer: int) -> Tensor:
-        rows, earlier = self._rows, self._earlier[: self._tables.lookback]
-        nothing = (0, len(rows.slots), self._top_k)
-        chosen = torch.stack(earlier) if earlier else rows.slots.new_empty(nothing, dtype=self._id_type)
-        known = self._history.contribution(layer, rows.slots, rows.decoding)
-        looked_up = self._looked_up[layer]
-        scores = self._kernels.score(self._tables, layer, self._first, looked_up, chosen, known, rows.real)
-        return self._kernels.assign(scores)
+    def slices(self, layer: int, rank: int) -> ShuffleHandle:
+        given = self._looked_up, self._routed, self._rows, self._states
+        order, inverse, counts = self._kernels.slices(self._tables, layer, self._first, *given)
+        return ShuffleHandle(order, inverse, counts, slice_rows(len(inverse), self._size), rank)
 
-    def observe(self, layer: int, expert_ids: Tensor) -> None:
-        """Observe the experts, which count for later layers and later tokens.
+    def gather(self, comm: Communicator, rows: Tensor, expert_ids: Tensor, handle: ShuffleHandle, layer: int) -> Parts:
+        """Gather rows and experts, which count for later layers and later tokens.
 
         A pass in which a slot has several tokens is observed after its last layer: their contributions are independent.
         """
-        turns = self._rows.turns
-        if turns is None:
-            known = self._history.observe(layer, self._rows.slots, expert_ids)
-        else:
-            known = expert_ids.masked_fill(~self._rows.real[:, None], 0)
-        self._earlier.insert(0, known)
+        every, turns = (self._rows, self._tables, self._states), self._rows.turns
+        gathered = comm.all_gather([rows, expert_ids])
+        whole = self._kernels.restore(*gathered, handle.inverse, layer, self._routed, *every)
         if turns is not None and layer == self._layers - 1:
-            self._history.observe_in_turn(turns, torch.stack(self._earlier[::-1]))
+            self._kernels.observe_in_turn(self._tables, self._states, turns, self._routed)
+        return whole, self._routed[layer]
 
 
 class PaperSlices(Slicer):
@@ -132,22 +121,25 @@ class PaperSlices(Slicer):
 
     def start(self, rows: Rows, new_slots: Tensor) -> None:
         """Begin a forward pass; requests have no effect."""
-        self._num_rows, self._token_ids = len(rows.slots), rows.token_ids[rows.real].numpy()
+        self._real, self._token_ids = rows.real, rows.token_ids[rows.real].numpy()
         self._devices: list[np.ndarray] = []  # (B,) devices of the real rows, latest first
 
-    def slices(self, layer: int) -> Tensor:
+    def slices(self, layer: int, rank: int) -> ShuffleHandle:
         """Assign the real rows, and let padding fill the slices."""
         lookback = self._tables.lookback
         history = np.stack(self._devices[:lookback], axis=1) if layer >= lookback else None
         preference = look_up(self._tables, layer, self._group, self._token_ids, history)
         chosen = assign_slices(preference, self._size)
-        missing = self._num_rows // self._size - np.bincount(chosen, minlength=self._size)
-        return torch.from_numpy(np.append(chosen, np.repeat(np.arange(self._size), missing)))
+        missing = len(self._real) // self._size - np.bincount(chosen, minlength=self._size)
+        slices = torch.from_numpy(np.append(chosen, np.repeat(np.arange(self._size), missing)))
+        return shuffle_handle(slices, self._real, self._size, rank)
 
-    def observe(self, layer: int, expert_ids: Tensor) -> None:
-        """Observe the experts, whose devices count for later layers."""
-        ids = expert_ids[: len(self._token_ids)].long().numpy()
+    def gather(self, comm: Communicator, rows: Tensor, expert_ids: Tensor, handle: ShuffleHandle, layer: int) -> Parts:
+        """Gather rows and experts, whose devices count for later layers."""
+        whole, every = super().gather(comm, rows, expert_ids, handle, layer)
+        ids = every[: len(self._token_ids)].long().numpy()
         self._devices.insert(0, majority_rank(ids, self._devices_of_expert[layer], self._size))
+        return whole, every
 
 
 SLICERS: dict[str, type[Slicer]] = {
@@ -162,7 +154,7 @@ class Shuffler:
 
     Every rank of the group runs it on the same tokens and so computes the same slices without communication. `reserve`
     allocates the states of requests, `start` begins a forward pass, `slices` decides a layer, `by_weight` and
-    `observe` pass on the routing. Raises ValueError for the paper's tables on a GPU.
+    `gather` pass on the routing. Raises ValueError for the paper's tables on a GPU.
     """
 
     def __init__(self, plan: Plan, group: int, rank: int, device: Device) -> None:
@@ -211,21 +203,22 @@ class Shuffler:
     def slices(self, moe_layer: int | None) -> ShuffleHandle:
         """The handle of a layer's slices: by the policy at MoE layers, by position at dense ones."""
         if self._shuffled and self.uses_history and moe_layer is not None:
-            return self._made(self._slicer.slices(moe_layer))
+            return self._slicer.slices(moe_layer, self._rank)
         if self._handle is None:
-            self._handle = self._made(contiguous(self._real, self._size))
+            slices = contiguous(self._real, self._size)
+            self._handle = shuffle_handle(slices, self._real, self._size, self._rank)
         return self._handle
 
-    def _made(self, slices: Tensor) -> ShuffleHandle:
-        return shuffle_handle(slices, self._real, self._size, self._rank)
+    def by_weight(self, expert_ids: Tensor, weights: Tensor, logical: Tensor | None = None) -> Tensor:
+        """(n, K): the experts of this rank's rows by falling weight, in the form that the all-gather sends.
 
-    def by_weight(self, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """(n, K): the experts of this rank's rows by falling weight, in the form that the all-gather sends."""
-        return kernels.of(expert_ids.device).by_weight(expert_ids, weights, self._id_type)
+        logical (P,): the expert of each physical one, where ids are physical.
+        """
+        return kernels.of(expert_ids.device).by_weight(expert_ids, weights, self._id_type, logical)
 
-    def observe(self, moe_layer: int, expert_ids: Tensor) -> None:
-        """Observe the experts (N, K) of all the group's rows at the MoE layer just computed; padding has any ids."""
-        self._slicer.observe(moe_layer, expert_ids)
+    def gather(self, comm: Communicator, rows: Tensor, expert_ids: Tensor, handle: ShuffleHandle, layer: int) -> Parts:
+        """Gather rows after a MoE layer, and observe their experts: see `Slicer.gather`."""
+        return self._slicer.gather(comm, rows, expert_ids, handle, layer)
 
 
 def contiguous(rows: Tensor, size: int) -> Tensor:

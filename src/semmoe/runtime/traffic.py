@@ -1,4 +1,7 @@
-"""Count the traffic of a rank (`metrics.Traffic`) on its device, without waiting for the device."""
+"""Count the traffic of a rank (`metrics.Traffic`) on its device, without waiting for the device.
+
+Copies are chosen by the operator that counts: `TrafficCounter.place`.
+"""
 
 from typing import NamedTuple
 
@@ -8,6 +11,7 @@ from torch import Tensor
 
 from semmoe.costs.metrics import Traffic
 from semmoe.runtime import kernels
+from semmoe.runtime.copies import RankCopies, place_experts
 
 
 class Totals(NamedTuple):
@@ -24,7 +28,7 @@ class Totals(NamedTuple):
 
 
 class TrafficCounter:
-    """Totals of the tokens whose home is this rank. `count` may be captured in a CUDA graph.
+    """Totals of the tokens whose home is this rank. `count` and `place` may be captured in a CUDA graph.
 
     gathers: every row goes to every rank, whatever its experts. num_nodes: rank g is on node g // (size // num_nodes).
     """
@@ -38,27 +42,31 @@ class TrafficCounter:
         self.size, self.rank = size, rank
         self._gathers = gathers
         self._width = size // num_nodes  # ranks per node
-        self._pairs = torch.zeros(size, dtype=torch.int64, device=device)  # by the rank that computes them
-        self._rows = torch.zeros(size, dtype=torch.int64, device=device)
-        self._node_rows = torch.zeros(num_nodes, dtype=torch.int64, device=device)
-        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
+        # By rank: pairs, then rows; rows by node; tokens.
+        self._totals = torch.zeros(2 * size + num_nodes + 1, dtype=torch.int64, device=device)
 
     def count(self, expert_ids: Tensor, per_rank: int = 1, real: Tensor | None = None) -> None:
         """Count the rank that computes each chosen expert (n, K), of which every rank has `per_rank`; -1: none.
 
-        real (): the number of leading rows that are tokens; None: all rows.
+        real (1,): the number of leading rows that are tokens; None: all rows.
         """
-        totals = self._pairs, self._rows, self._node_rows, self._tokens
-        kernels.of(expert_ids.device).count(expert_ids, per_rank, self._width, real, *totals)
+        kernels.of(expert_ids.device).count(expert_ids, self._totals, self.size, per_rank, self._width, real)
+
+    def place(self, copies: RankCopies, expert_ids: Tensor, per_rank: int, real: Tensor | None = None) -> Tensor:
+        """Return what `copies.to_physical` does, counted as by `count`, in one operator."""
+        return place_experts(
+            expert_ids, copies.tables, copies.source, self._totals, self.size, per_rank, self._width, real
+        )
 
     def totals(self) -> Totals:
         """Return the totals so far. Waits for the device."""
-        tokens = int(self._tokens)
-        rows, nodes = self._rows.tolist(), self._node_rows.tolist()
+        found, size = self._totals.tolist(), self.size
+        pairs, rows = found[:size], found[size : 2 * size]
+        nodes, tokens = found[2 * size : -1], found[-1]
         if self._gathers:
-            rows, nodes = [tokens] * self.size, [tokens] * len(nodes)
+            rows, nodes = [tokens] * size, [tokens] * len(nodes)
         rows[self.rank] = nodes[self.rank // self._width] = 0
-        return Totals(tokens, self._pairs.tolist(), rows, nodes)
+        return Totals(tokens, pairs, rows, nodes)
 
     def traffic(self) -> Traffic:
         """This rank's share of a layer's traffic. Waits for the device."""

@@ -12,7 +12,7 @@ SCALE = 2048  # table units per expected expert
 RUNNING_PRIOR, RUNNING_LIMIT = 8, 24  # tokens: initial weight of the running mean, and the maximum added to it
 FRACTION = 8  # fractional bits of the running mean, below a table unit
 CHUNK = 512  # tokens that are assigned together, on a GPU by one program
-PRICE_STEPS = 6
+PRICE_STEPS = 10
 # in 1/64: first price step, relative to the scores' spread, for a slice with twice its capacity; decay per step
 FIRST_STEP, STEP_DECAY = 16, 50
 FINE_BITS, BUCKETS = 2, 128  # losses are ordered by buckets, 2**FINE_BITS buckets per octave
@@ -112,8 +112,8 @@ def assign(rows):
         _choose(scores, kept, every, pick, best)
         _count(pick, counts, size)
     rounds = 0
-    while least > 0 and rounds < slices:  # every round but the last fills a slice
-        least -= _level(scores, kept, pick, best, counts, size)
+    while least > 0 and rounds < slices:  # every round fills a slice, for good
+        least = _level(scores, kept, pick, best, counts, size)
         rounds += 1
     return pick
 
@@ -176,10 +176,10 @@ def _count(pick, counts, size):
 
 @njit(nogil=True)
 def _level(scores, prices, pick, best, counts, size):
-    """One round of moves to the best slice with room, at prices; returns the number of tokens that moved.
+    """One round of moves to the best slice with room, at prices; returns how many tokens then exceed slices' size.
 
-    From each overfull slice the surplus tokens of least loss apply to move; each slice with room accepts as many of its
-    applicants as fit, again those of least loss. Losses are compared by bucket; among equals the lower token is first.
+    From each overfull slice the surplus tokens of least loss move. Where they overfill a slice, the next round moves
+    its surplus on. Losses are compared by bucket; among equals the lower token is first.
     """
     tokens = len(pick)
     target, value = np.zeros(tokens, np.int16), np.empty(tokens, np.int32)
@@ -188,14 +188,9 @@ def _level(scores, prices, pick, best, counts, size):
     for t in range(tokens):
         if counts[pick[t]] > size:
             loss[t] = _bucket(np.int64(best[t]) - value[t])
-    excess = np.maximum(counts - size, 0)
-    applies = _least(np.arange(tokens), pick, loss, excess)
-    moves = _least(applies, target, loss, np.maximum(size - counts, 0))
-    for t in moves:
-        counts[pick[t]] -= 1
-        counts[target[t]] += 1
+    for t in _least(pick, loss, np.maximum(counts - size, 0)):
         pick[t], best[t] = target[t], value[t]
-    return len(moves)
+    return _count(pick, counts, size)
 
 
 @njit(nogil=True)
@@ -208,10 +203,11 @@ def _bucket(loss):
 
 
 @njit(nogil=True)
-def _least(chosen, group, loss, quota):
-    """The tokens among `chosen`, ascending, that are the first quota[g] of their group by (loss bucket, token)."""
+def _least(group, loss, quota):
+    """The tokens, ascending, that are the first quota[g] of their group by (loss bucket, token)."""
+    tokens = len(group)
     counts = np.zeros((quota.shape[0], BUCKETS), np.int64)
-    for t in chosen:
+    for t in range(tokens):
         if quota[group[t]] > 0:
             counts[group[t], loss[t]] += 1
     # the bucket in which the quota ends, and how much of the quota remains for that bucket
@@ -222,8 +218,8 @@ def _least(chosen, group, loss, quota):
             while limit[g] < BUCKETS - 1 and counts[g, limit[g]] < left[g]:
                 left[g] -= counts[g, limit[g]]
                 limit[g] += 1
-    out, number = np.empty(len(chosen), np.int64), 0
-    for t in chosen:
+    out, number = np.empty(tokens, np.int64), 0
+    for t in range(tokens):
         g = group[t]
         at_limit = loss[t] == limit[g] and left[g] > 0
         if loss[t] < limit[g] or at_limit:

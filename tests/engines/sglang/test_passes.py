@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from alone import tell
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from semmoe.engines.settings import PluginSettings
@@ -74,7 +75,7 @@ def route(shuffle, told, seed):
     for layer in range(LAYERS):
         slices.append(shuffle._shuffler.slices(layer).mine.tolist())
         ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(len(told.input_ids))])
-        shuffle._shuffler.observe(layer, ids)
+        tell(shuffle._shuffler, layer, ids)
     shuffle.end()
     return slices
 

@@ -44,7 +44,7 @@ class Captured:
         self.ids, self.weights = (empty(mine, chosen, dtype=kind) for kind in (torch.int32, torch.float32))
 
     def observe(self, place, ids, weights) -> None:
-        self.shuffle.observe(ids.long(), weights)
+        self.shuffle.observe(ids, weights)
 
     def __call__(self) -> None:
         for place, router in enumerate(self.routers):
@@ -63,7 +63,7 @@ def test_a_decode_pass_stays_on_the_device(plans, monkeypatch):
     plan = load_plan(plans["tp2"])
     with fake_ranks(0, 2) as comm, on_gpu():
         for rows in SIZES[::3]:
-            assert replays(Captured(comm, plan, rows))[0] > 100
+            assert len(replays(Captured(comm, plan, rows))) > 100
 
 
 @pytest.mark.parametrize(

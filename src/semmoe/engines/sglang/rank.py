@@ -153,12 +153,9 @@ class RankPlugin(Host):
             self._check.ran("counters")
             self._traffic.count(ids, self._experts_per_rank)
         if self._shuffle.active:
-            self._shuffle.observe(self._to_logical(layer, ids), weights)
+            self._shuffle.observe(ids, weights, self._logical.get(layer))
         elif self._recording.hooked and not self.shuffles:  # a pass that is not shuffled has a slice of the rows here
-            self._recording.observe(self._places[layer], self._to_logical(layer, ids), weights)
-
-    def _to_logical(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
-        return self._logical[layer][ids.long()] if layer in self._logical else ids.long()
+            self._recording.observe(self._places[layer], ids, weights, self._logical.get(layer))
 
     def _capture(self, original: Any, capturer: Any, layer_id: int, topk_indices: torch.Tensor) -> Any:
         """Wraps SGLang's capture of routing, which would gather shuffled slices by position."""

@@ -96,8 +96,7 @@ class ParallelModel(PlannedModel):
     def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         """Replaces the experts' forward: hidden (n, H), ids (n, K), weights (n, K) -> (n, H)."""
         self.rows.observe(expert_ids, weights)
-        physical = self.copies[index].to_physical(expert_ids)
-        self._counters[index].count(physical, self._share)
+        physical = self._counters[index].place(self.copies[index], expert_ids, self._share)
         received, handle = dispatch(self.comm, hidden, physical, weights, physical // self._share)
         return combine(self.comm, self._compute(index, received), handle)
 

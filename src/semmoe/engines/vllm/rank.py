@@ -168,9 +168,9 @@ class RankPlugin(Host):
         if self._check.pending and self._in_pass:
             self._check.ran("routers")
         if self._shuffle.active:
-            self._shuffle.observe(expert_ids.long(), weights)
+            self._shuffle.observe(expert_ids, weights)
         elif self._recording.hooked and not self.shuffles:  # a pass that is not shuffled has a slice of the rows here
-            self._recording.observe(place, expert_ids.long(), weights)
+            self._recording.observe(place, expert_ids, weights)
 
     def _forward(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps a pass over real tokens; warm-up passes and dummy passes of idle ranks do not call it."""

@@ -75,7 +75,10 @@ class RoutedLayer:
 
     def to_physical(self, expert_ids: Tensor) -> Tensor:
         """Logical ids (n, K) -> physical ids of the same type."""
-        physical = expert_ids if self.copies is None else self.copies.to_physical(expert_ids)
-        if self._traffic.counts:
-            self._traffic.count(physical, self._experts_per_rank, self._real.count)
+        counted = self._experts_per_rank, self._real.count
+        physical = expert_ids
+        if self.copies is None:
+            self._traffic.count(expert_ids, *counted)
+        else:
+            physical = self._traffic.place(self.copies, expert_ids, *counted)
         return torch.where(self._real.mask(len(physical)), physical, -1) if self._drop_padding else physical

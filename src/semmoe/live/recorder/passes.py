@@ -44,10 +44,15 @@ class PassRecorder:
             self._buffer.fill_(UNSEEN)  # so that a pass that writes no routing does not leave the previous pass's
         self._routed, self.waiting = {}, None
 
-    def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Record a MoE layer from logical ids (n, K) and weights (n, K) of rows in the tokens' order, padding last."""
+    def observe(
+        self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor, logical: torch.Tensor | None = None
+    ) -> None:
+        """Record a MoE layer from ids (n, K) and weights (n, K) of rows in the tokens' order, padding last.
+
+        logical (P,): the expert of each physical one, if ids are physical.
+        """
         if self.hooked:
-            self.put(layer, kernels.of(expert_ids.device).by_weight(expert_ids, weights, torch.int32))
+            self.put(layer, kernels.of(expert_ids.device).by_weight(expert_ids, weights, torch.int32, logical))
 
     def put(self, layer: int, expert_ids: torch.Tensor) -> None:
         """Record a MoE layer from logical ids (N, K) by falling weight."""

@@ -1,6 +1,7 @@
-"""`semmoe.tokens.slices.assign` as a Triton kernel: one program assigns a chunk of the batch.
+"""The slices of a pass's rows as a Triton kernel: scores, the assignment to equal slices, and their order.
 
-Nothing waits for the device and only the result is allocated. It is bitwise equal to that on a CPU.
+A program assigns a chunk of the batch. Nothing waits for the device, and only the results are allocated. Results are
+bitwise equal to those on a CPU.
 """
 
 import torch
@@ -8,43 +9,100 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from semmoe.runtime.kernels.argsort import order_of_real
+from semmoe.runtime.kernels.scores import score_tile
+from semmoe.runtime.tables import Rows, ScoreTables, States
 from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_STEPS, STEP_DECAY, num_chunks
 
-WARP_TILE = 128, 1024  # scores for a warp: at least, up to eight warps of a program, and where it has more
+WARP_TILE = 128, 512  # scores for a warp: at least, up to eight warps of a program, and where it has more
 
 _LOWEST, _BUCKETS = tl.constexpr(LOWEST), tl.constexpr(BUCKETS)
+_BUCKET_BITS = tl.constexpr(BUCKETS.bit_length() - 1)
 _FIRST_STEP, _STEP_DECAY = tl.constexpr(FIRST_STEP), tl.constexpr(STEP_DECAY)
 _PRICE_STEPS = tl.constexpr(PRICE_STEPS)
 _FINE_BITS, _COARSE = tl.constexpr(FINE_BITS), tl.constexpr(2 << FINE_BITS)
 
 
-def assign(scores: Tensor) -> Tensor:
-    """(B,) int16: slices, same as `semmoe.tokens.slices.assign`."""
-    tokens, slices = scores.shape
-    out = torch.empty(tokens, dtype=torch.int16, device=scores.device)
-    width = triton.next_power_of_2(slices)
-    chunks = num_chunks(tokens, slices)
-    block = triton.next_power_of_2(max(triton.cdiv(triton.cdiv(tokens, slices), chunks) * slices, 16))
-    if tokens:
-        small, large = (block * width // scores_of_warp for scores_of_warp in WARP_TILE)
-        warps = max(min(small, 8), min(large, 32), 2)  # an H100 takes longer with one, or with more
-        given = scores.contiguous(), out, tokens, slices
-        assign_kernel[(chunks,)](*given, BLOCK=block, WIDTH=width, WHOLE=chunks == 1, num_warps=warps)
-    return out
+def slices(
+    tables: ScoreTables, layer: int, first_rank: int, looked_up: Tensor, routed: Tensor, rows: Rows, states: States
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Same as `on_cpu.slices`: in one launch, or two for a batch of several chunks."""
+    _, tokens, size = looked_up.shape
+    order, inverse = torch.empty((2, tokens), dtype=torch.int64, device=looked_up.device)
+    counts = torch.empty(size, dtype=torch.int32, device=looked_up.device)
+    chunks, width = num_chunks(tokens, size), triton.next_power_of_2(size)
+    pick = torch.empty(tokens if chunks > 1 else 0, dtype=torch.int16, device=looked_up.device)
+    block = triton.next_power_of_2(max(triton.cdiv(triton.cdiv(tokens, size), chunks) * size, 16))
+    small, large = (block * width // scores_of_warp for scores_of_warp in WARP_TILE)
+    if tokens == 0:
+        return order, inverse, counts.zero_()
+    slices_kernel[(chunks,)](
+        order,
+        inverse,
+        counts,
+        pick,
+        looked_up,
+        tables.path_scores[layer],
+        routed,
+        tables.history_scores[layer, -1],
+        states.running[layer],
+        states.previous[layer],
+        rows.slots.contiguous(),
+        rows.decoding.contiguous(),
+        rows.real,
+        layer,
+        tokens,
+        first_rank,
+        tables.history_scores.shape[2],
+        size,
+        routed.shape[2],
+        LAYERS=min(layer, tables.lookback),
+        ORDERED=tables.ordered,
+        EXPERTS=tables.num_experts,
+        BLOCK=block,
+        WIDTH=width,
+        WHOLE=chunks == 1,
+        num_warps=max(min(small, 8), min(large, 32), 2),
+    )
+    return (order, inverse, counts) if chunks == 1 else order_of_real(pick, rows.real, size)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def assign_kernel(scores, out, tokens, slices, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """BLOCK has room for a chunk. WHOLE: the batch is one."""
+@triton.jit(do_not_specialize=["layer", "tokens"], do_not_specialize_on_alignment=["mean", "running", "previous"])
+def slices_kernel(
+    order, inverse, counts, pick, looked_up, path_scores, routed, mean, running, previous, slots, decoding, real,
+    layer, tokens, first, ranks, slices, top_k,
+    LAYERS: tl.constexpr, ORDERED: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """BLOCK has room for a chunk. WHOLE: the batch is one, and is put in order; else only slices are picked."""
     columns = tl.arange(0, WIDTH)
-    real = columns < slices
-    t, size = tl.arange(0, BLOCK), tl.cdiv(tokens, slices)
+    t, size = tl.arange(0, BLOCK), tokens // slices
     if not WHOLE:  # as `semmoe.tokens.kernels.chunks`
         t = (t // slices * tl.num_programs(0) + tl.program_id(0)) * slices + t % slices
         size = tl.cdiv(size - tl.program_id(0), tl.num_programs(0))
     valid = t < tokens
-    inside = valid[:, None] & real[None, :]
-    tile = tl.load(scores + t[:, None] * slices + columns[None, :], mask=inside, other=0)
+    inside = valid[:, None] & (columns < slices)[None, :]
+    is_real = tl.load(real + t, mask=valid, other=0).to(tl.int32) > 0
+    tile = score_tile(
+        t[:, None], columns[None, :], inside, is_real[:, None], looked_up, path_scores, routed, mean, running, previous,
+        slots, decoding, layer, tokens, first, ranks, slices, top_k, LAYERS, ORDERED, EXPERTS,
+    )  # fmt: skip
+    picked = assign_tile(tile, inside, valid, columns, columns < slices, size, WIDTH)
+    if WHOLE:
+        own = valid[:, None] & (picked[:, None] == columns[None, :])
+        before = tl.sum(tl.where(own, tl.cumsum(own.to(tl.int32), 0), 0), 1) - 1  # rows of the slice that come first
+        place = picked * size + before
+        tl.store(inverse + t, place.to(tl.int64), mask=valid)
+        tl.store(order + place, tl.where(is_real, t, -1).to(tl.int64), mask=valid)
+        found = tl.sum((own & is_real[:, None]).to(tl.int32), 0)
+        tl.store(counts + columns, found, mask=columns < slices)
+    else:
+        tl.store(pick + t, picked.to(tl.int16), mask=valid)
+
+
+@triton.jit
+def assign_tile(tile, inside, valid, columns, real, size, WIDTH: tl.constexpr):
+    """(BLOCK,) the slice of each row by `semmoe.tokens.kernels.assign`; real (WIDTH,): columns that are slices."""
     number = tl.sum(valid.to(tl.int32), 0)
     prices, step = _first(tile, inside, real, number)
     kept, least = prices, number + 1
@@ -54,22 +112,15 @@ def assign_kernel(scores, out, tokens, slices, BLOCK: tl.constexpr, WIDTH: tl.co
         counts = _counts(pick, valid, columns)
         kept, least, prices, step = _turn(kept, least, prices, step, counts, size, real)
         i += 1
-    values = tile - kept[None, :]
-    pick, _best = _choose(tile, kept, real, columns, WIDTH)
+    pick, best = _choose(tile, kept, real, columns, WIDTH)
     counts = _counts(pick, valid, columns)
     while tl.sum(tl.maximum(counts - size, 0), 0) > 0:
-        excess = tl.maximum(counts - size, 0)
-        room = tl.where(real, tl.maximum(size - counts, 0), 0)
-        target, value = _choose(tile, kept, room > 0, columns, WIDTH)
-        bucket = _bucket(values, value, excess, pick[:, None] == columns[None, :])
-        leaving = tl.histogram(pick * _BUCKETS + bucket, WIDTH * _BUCKETS, mask=valid)
-        limit, left = _limits(leaving, excess, WIDTH)
-        applies = _least(valid, pick, bucket, limit, left, columns)
-        arriving = tl.histogram(target * _BUCKETS + bucket, WIDTH * _BUCKETS, mask=applies)
-        limit, left = _limits(arriving, room, WIDTH)
-        pick = tl.where(_least(applies, target, bucket, limit, left, columns), target, pick)
+        target, value = _choose(tile, kept, real & (counts < size), columns, WIDTH)
+        here = valid[:, None] & (pick[:, None] == columns[None, :])
+        moves = _least(here, _bucket(best - value), tl.maximum(counts - size, 0))
+        pick, best = tl.where(moves, target, pick), tl.where(moves, value, best)
         counts = _counts(pick, valid, columns)
-    tl.store(out + t, pick.to(tl.int16), mask=valid)
+    return pick
 
 
 @triton.jit
@@ -107,10 +158,8 @@ def _choose(tile, prices, allowed, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _bucket(values, value, excess, here):
-    """The order of magnitude of what tokens lose by moving from `here`, one-hot, to a slice of this value."""
-    best = tl.sum(tl.where(here, values, 0), 1)
-    loss = tl.where(_of(excess, here) > 0, best - value, 0)
+def _bucket(loss):
+    """The order of magnitude of a loss."""
     octave = tl.zeros_like(loss)  # the least by which the loss is shifted to less than _COARSE
     for i in tl.static_range(5):
         octave += tl.where((loss >> (octave + ((16 >> i) - 1))) >= _COARSE, 16 >> i, 0)
@@ -118,26 +167,18 @@ def _bucket(values, value, excess, here):
 
 
 @triton.jit
-def _of(values, one_hot):
-    """values[s] (WIDTH,) of each token's slice s, given as one_hot (BLOCK, WIDTH)."""
-    return tl.sum(tl.where(one_hot, values[None, :], 0), 1)
+def _least(here, bucket, quota):
+    """(BLOCK,) the first tokens of each slice by (bucket, token), as many as its quota; here: each token's slice.
 
-
-@triton.jit
-def _limits(counts, quota, WIDTH: tl.constexpr):
-    """For each slice the bucket in which its quota ends (-1: none), and how much of the quota remains for it."""
-    counts = tl.reshape(counts, (WIDTH, _BUCKETS))
-    buckets = tl.arange(0, _BUCKETS)[None, :]
-    limit = tl.sum((tl.cumsum(counts, 1) < quota[:, None]).to(tl.int32), 1)
-    limit = tl.where(quota > 0, tl.minimum(limit, _BUCKETS - 1), -1)
-    return limit, quota - tl.sum(tl.where(buckets < limit[:, None], counts, 0), 1)
-
-
-@triton.jit
-def _least(chosen, group, bucket, limit, left, columns):
-    """Which tokens are within the quota of their group."""
-    one_hot = group[:, None] == columns[None, :]
-    end = _of(limit, one_hot)
-    at_limit = (chosen & (bucket == end))[:, None] & one_hot
-    within = at_limit & (tl.cumsum(at_limit.to(tl.int32), 0) <= left[None, :])
-    return (chosen & (bucket < end)) | (tl.sum(within.to(tl.int32), 1) > 0)
+    The bucket in which a quota ends is found by halving; a histogram takes several times as many instructions.
+    """
+    bucket = bucket[:, None]
+    end, before = tl.zeros_like(quota), tl.zeros_like(quota)  # the bucket, and the tokens of buckets before it
+    for half in tl.static_range(_BUCKET_BITS):
+        width = (_BUCKETS // 2) >> half
+        number = tl.sum((here & (bucket < (end + width)[None, :])).to(tl.int32), 0)
+        before = tl.where(number < quota, number, before)
+        end += tl.where(number < quota, width, 0)
+    at_end = here & (bucket == end[None, :])
+    within = at_end & (tl.cumsum(at_end.to(tl.int32), 0) <= (quota - before)[None, :])
+    return tl.sum((within | (here & (bucket < end[None, :]))).to(tl.int32), 1) > 0

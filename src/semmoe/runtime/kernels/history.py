@@ -1,4 +1,4 @@
-"""The histories of requests as Triton kernels: `observe`, `observe_in_turn`, `contribution`, and `by_weight`.
+"""Pass routing on to the histories of requests, as Triton kernels: `by_weight`, `restore` and `observe_in_turn`.
 
 Shapes are static and nothing waits for the device. Rows of padding share a slot that is never read.
 """
@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from semmoe.runtime.tables import Turns
+from semmoe.runtime.kernels.shuffle import columns_of, move_row
+from semmoe.runtime.tables import Rows, ScoreTables, States, Turns
 from semmoe.tokens.kernels import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
 
 TILE = 256  # rows times ranks, or times experts of a token, of a program
@@ -19,51 +20,44 @@ _FRACTION, _SETTLED = tl.constexpr(FRACTION), tl.constexpr(SETTLED)
 _LIMIT, _PRIOR = tl.constexpr(RUNNING_LIMIT), tl.constexpr(RUNNING_PRIOR)
 
 
-def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor, decoding: Tensor) -> Tensor:
-    """(B, G) int32: same as `on_cpu.contribution`."""
-    out = torch.empty((len(slots), running.shape[1]), dtype=torch.int32, device=slots.device)
-    if len(slots):
-        grid, block = _blocks(*out.shape)
-        contribution_kernel[grid](
-            out, rows[-1], running, previous, slots.contiguous(), decoding.contiguous(), *out.shape, **block
-        )
-    return out
-
-
-def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> Tensor:
-    """(B, K): same as `on_cpu.observe`."""
-    out = torch.empty_like(expert_ids, memory_format=torch.contiguous_format)
-    if len(slots):
-        grid, block = _blocks(len(slots), running.shape[1])
-        observe_kernel[grid](
-            out, rows, running, previous, seen, slots.contiguous(), expert_ids.contiguous(), len(slots),
-            running.shape[1], (len(rows) - 1) // 2, TOP_K=expert_ids.shape[1], **block,
+def restore(
+    rows: Tensor, expert_ids: Tensor, inverse: Tensor,
+    layer: int, routed: Tensor, batch: Rows, tables: ScoreTables, states: States,
+) -> Tensor:  # fmt: skip
+    """Same as `on_cpu.restore`."""
+    number, width, ranks, top_k = len(inverse), rows.shape[1], states.running.shape[2], routed.shape[2]
+    out = torch.empty((number, width), dtype=rows.dtype, device=rows.device)
+    if number:
+        grid, block = columns_of(number, width)
+        restore_kernel[grid](
+            out, rows.contiguous(), inverse, routed, expert_ids.contiguous(), batch.real, batch.slots.contiguous(),
+            tables.history_scores[layer], *(state[layer] for state in states),
+            layer, number, width, ranks, tables.num_experts, top_k, OBSERVES=batch.turns is None, BLOCK=block,
+            EXPERTS=triton.next_power_of_2(top_k), WIDTH=triton.next_power_of_2(ranks),
         )  # fmt: skip
     return out
 
 
-def observe_in_turn(
-    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, turns: Turns, expert_ids: Tensor
-) -> None:
+def observe_in_turn(tables: ScoreTables, states: States, turns: Turns, routed: Tensor) -> None:
     """Same as `on_cpu.observe_in_turn`, without waiting: sums of all tokens, then slot by slot."""
-    layers, batch, top_k = expert_ids.shape
+    (layers, batch, top_k), rows = routed.shape, tables.history_scores
     tokens, ranks = len(turns.rows), rows.shape[2]
     if tokens:
         sums = torch.empty((layers, tokens, ranks), dtype=torch.int32, device=rows.device)
         (programs,), block = _blocks(tokens, ranks)
-        shared = turns.rows, expert_ids.contiguous(), tokens, batch, ranks, rows.shape[1], top_k, block.pop("WIDTH")
+        shared = turns.rows, routed, tokens, batch, ranks, rows.shape[1], top_k, block.pop("WIDTH")
         sums_kernel[(programs, layers)](sums, rows, *shared, **block)
-        states = running, previous, seen, running.shape[1], turns.slots, turns.first
-        in_turn_kernel[(len(turns.slots), layers)](sums, rows, *states, *shared, num_warps=1)
+        slots = states.running.shape[1], turns.slots, turns.first
+        in_turn_kernel[(len(turns.slots), layers)](sums, rows, *states, *slots, *shared, num_warps=1)
 
 
-def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
+def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype, logical: Tensor | None = None) -> Tensor:
     """(n, K): same as `on_cpu.by_weight`."""
     out = torch.empty(expert_ids.shape, dtype=kind, device=expert_ids.device)
     if len(out):
         grid, block = _blocks(*out.shape)
-        given = expert_ids.contiguous(), weights.contiguous(), len(out)
-        by_weight_kernel[grid](out, *given, TOP_K=out.shape[1], **block)
+        given = expert_ids.contiguous(), weights.contiguous(), out if logical is None else logical, len(out)
+        by_weight_kernel[grid](out, *given, MAPS=logical is not None, TOP_K=out.shape[1], **block)
     return out
 
 
@@ -77,56 +71,36 @@ def _blocks(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
     }
 
 
-@triton.jit(do_not_specialize=["number"])
-def contribution_kernel(
-    out, mean, running, previous, slots, decoding, number, ranks, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):
-    t, g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
-    valid = t < number
-    mask = valid[:, None] & (g < ranks)
-    state = tl.load(slots + t, mask=valid, other=0).to(tl.int64)[:, None] * ranks + g
-    known = (tl.load(running + state, mask=mask, other=0) >> _FRACTION) + tl.load(previous + state, mask=mask, other=0)
-    unknown = tl.load(mean + g, mask=g < ranks, other=0).to(tl.int32)
-    decodes = tl.load(decoding + t, mask=valid, other=0).to(tl.int32)[:, None] > 0
-    tl.store(out + t[:, None] * ranks + g, tl.where(decodes, known, unknown), mask=mask)
-
-
-@triton.jit(do_not_specialize=["number"])
-def observe_kernel(
-    out,
-    rows,
-    running,
-    previous,
-    seen,
-    slots,
-    expert_ids,
-    number,
-    ranks,
-    experts,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    t, g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
-    valid = t < number
-    mask = valid[:, None] & (g < ranks)
-    slot = tl.load(slots + t, mask=valid, other=0).to(tl.int64)
-    now, last = tl.zeros((BLOCK, WIDTH), tl.int64), tl.zeros((BLOCK, WIDTH), tl.int32)
-    for k in tl.static_range(TOP_K):
-        found = tl.load(expert_ids + t * TOP_K + k, mask=valid, other=0)
-        found = tl.where(slot != 0, found, 0)
-        tl.store(out + t * TOP_K + k, found, mask=valid)
-        expert = found.to(tl.int64)[:, None]
-        now += tl.load(rows + expert * ranks + g, mask=mask, other=0).to(tl.int64)
-        last += tl.load(rows + (experts + expert) * ranks + g, mask=mask, other=0).to(tl.int32)
-    state = slot[:, None] * ranks + g
-    times = tl.load(seen + slot, mask=valid, other=0)
-    before = tl.load(running + state, mask=mask, other=0).to(tl.int64)
-    weight = (tl.minimum(times, _LIMIT) + _PRIOR)[:, None]
-    step = _divided((now << _FRACTION) - before, weight)
-    tl.store(running + state, (before + step).to(tl.int32), mask=mask)
-    tl.store(previous + state, last, mask=mask)
-    tl.store(seen + slot, times + 1, mask=valid)
+@triton.jit(
+    do_not_specialize=["layer", "number"], do_not_specialize_on_alignment=["table", "running", "previous", "seen"]
+)
+def restore_kernel(
+    out, rows, inverse, routed, expert_ids, real, slots, table, running, previous, seen,
+    layer, number, width, ranks, experts, top_k,
+    OBSERVES: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Move a row to its place; its first program also moves its experts, and updates its slot's history."""
+    i = tl.program_id(0)
+    place = tl.load(inverse + i)
+    move_row(rows, place, out, i, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), width)
+    if tl.program_id(1) == 0:
+        k, g = tl.arange(0, EXPERTS), tl.arange(0, WIDTH)
+        found = tl.load(expert_ids + place * top_k + k, mask=k < top_k, other=0).to(tl.int32)
+        found = tl.where(tl.load(real + i).to(tl.int32) > 0, found, 0)
+        at = (layer.to(tl.int64) * number + i) * top_k + k
+        tl.store(routed + at, found.to(routed.dtype.element_ty), mask=k < top_k)
+        if OBSERVES:
+            mask, at = (k < top_k)[:, None] & (g < ranks)[None, :], found[:, None] * ranks + g[None, :]
+            now = tl.sum(tl.load(table + at, mask=mask, other=0).to(tl.int32), 0)
+            last = tl.sum(tl.load(table + experts * ranks + at, mask=mask, other=0).to(tl.int32), 0)
+            slot = tl.load(slots + i).to(tl.int64)
+            state, inside = slot * ranks + g, g < ranks
+            times = tl.load(seen + slot)
+            before = tl.load(running + state, mask=inside, other=0)
+            step = _divided((now << _FRACTION) - before, (tl.minimum(times, _LIMIT) + _PRIOR).to(tl.int32))
+            tl.store(running + state, before + step, mask=inside)
+            tl.store(previous + state, last, mask=inside)
+            tl.store(seen + slot, times + 1)
 
 
 @triton.jit
@@ -187,7 +161,17 @@ def in_turn_kernel(
 
 
 @triton.jit(do_not_specialize=["number"])
-def by_weight_kernel(out, expert_ids, weights, number, TOP_K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def by_weight_kernel(
+    out,
+    expert_ids,
+    weights,
+    logical,
+    number,
+    MAPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Sort experts by falling weight: a place is the number of experts before it. NaN comes first, as in torch."""
     t, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
     valid = t < number
@@ -200,4 +184,6 @@ def by_weight_kernel(out, expert_ids, weights, number, TOP_K: tl.constexpr, BLOC
         other = tl.where(other != other, float("inf"), other)[:, None]
         place += ((other > own) | ((other == own) & (j < k))).to(tl.int32)
     ids = tl.load(expert_ids + at, mask=mask, other=0)
+    if MAPS:
+        ids = tl.load(logical + ids, mask=mask & (ids >= 0), other=-1)
     tl.store(out + t[:, None] * TOP_K + place, ids.to(out.dtype.element_ty), mask=mask)

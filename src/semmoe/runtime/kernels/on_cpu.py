@@ -8,9 +8,9 @@ from torch import Tensor
 
 from semmoe.numeric.jit import njit
 from semmoe.runtime.rows import byte_rows
-from semmoe.runtime.tables import ScoreTables, Turns
+from semmoe.runtime.tables import Rows, ScoreTables, States, Turns
 from semmoe.tokens import kernels as loops
-from semmoe.tokens import slices
+from semmoe.tokens import slices as by_policy
 from semmoe.tokens.copychoice import cover
 from semmoe.tokens.kernels import FRACTION
 
@@ -23,30 +23,29 @@ def look_up_tokens(
     tables: ScoreTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
 ) -> Tensor:
     """(L, B, S) int32: same as `semmoe.tokens.slices.look_up_tokens`."""
-    return torch.from_numpy(slices.look_up_tokens(tables.policy, layers, first_rank, num_slices, token_ids.numpy()))
+    return torch.from_numpy(by_policy.look_up_tokens(tables.policy, layers, first_rank, num_slices, token_ids.numpy()))
 
 
-def score(
-    tables: ScoreTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor, real: Tensor
-) -> Tensor:
-    """(B, S) int32: same as `semmoe.tokens.slices.score`, and 0 for rows that are not `real` (B,)."""
-    out = slices.score(tables.policy, layer, first_rank, *_arrays(tokens, earlier, history))
-    out[~real.numpy()] = 0
-    return torch.from_numpy(out)
+def slices(
+    tables: ScoreTables, layer: int, first_rank: int, looked_up: Tensor, routed: Tensor, rows: Rows, states: States
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose the slice of each row of a pass, and sort the rows by it: order, inverse and counts of `ShuffleHandle`.
 
-
-def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor, decoding: Tensor) -> Tensor:
-    """(B, G) int32 to add to the scores of tokens, by one layer's rows (2 * E + 1, G) and states (slots, G).
-
-    decoding (B,) bool: decoded tokens. A prompt's tokens run together, so the routing of earlier ones is not yet known.
+    looked_up (L, N, S) from `look_up_tokens`, for N rows in S equal slices of the ranks from `first_rank` on. routed
+    (L, N, K): the experts of all rows at earlier layers, by falling weight. Rows that are not real score 0.
     """
-    out = torch.empty((len(slots), rows.shape[1]), dtype=torch.int32)
-    _contribution(*_arrays(out, rows[-1], running, previous, slots, decoding))
-    return out
+    earlier = routed[max(layer - tables.lookback, 0) : layer].flip(0)  # latest first
+    known = np.empty((len(rows.slots), tables.history_scores.shape[2]), np.int32)
+    history = tables.history_scores[layer, -1], states.running[layer], states.previous[layer]
+    _contribution(known, *_arrays(*history, rows.slots, rows.decoding))
+    scores = by_policy.score(tables.policy, layer, first_rank, looked_up[layer].numpy(), earlier.numpy(), known)
+    scores[~rows.real.numpy()] = 0
+    return order_of_real(torch.from_numpy(by_policy.assign(scores)), rows.real, looked_up.shape[2])
 
 
 @njit(nogil=True)
 def _contribution(out, mean, running, previous, slots, decoding):
+    """Write what histories add to scores (B, G). Of a prompt's tokens, which run together, none is known."""
     for t in range(out.shape[0]):
         slot = slots[t]
         for g in range(out.shape[1]):
@@ -54,43 +53,48 @@ def _contribution(out, mean, running, previous, slots, decoding):
             out[t, g] = known if decoding[t] else np.int32(mean[g])
 
 
-def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> Tensor:
-    """Observe one token of each of `slots` (B,), distinct except for slot 0, which is padding.
+def restore(
+    rows: Tensor, expert_ids: Tensor, inverse: Tensor,
+    layer: int, routed: Tensor, batch: Rows, tables: ScoreTables, states: States,
+) -> Tensor:  # fmt: skip
+    """Put rows (N, H) and their experts (N, K) of all slices back in the pass's order, by `inverse` of `ShuffleHandle`.
 
-    expert_ids (B, K): the experts of each token. Returns them, with 0 for padding.
+    Returns the rows. The experts are written to routed[layer] of (L, N, K), with 0 for padding. They update the states
+    of their slots, which are distinct except for padding, unless a slot has several tokens.
     """
-    known = torch.empty_like(expert_ids, memory_format=torch.contiguous_format)
-    _without_padding(*_arrays(known, expert_ids, slots))
-    _observe(rows, running, previous, seen, slots.numpy(), known.numpy())
-    return known
+    _in_order(*_arrays(routed[layer], expert_ids, inverse, batch.real))
+    if batch.turns is None:
+        _observe(tables, states, layer, batch.slots.numpy(), routed[layer].numpy())
+    return gather_rows(rows, inverse)
 
 
 @njit(nogil=True)
-def _without_padding(out, expert_ids, slots):
+def _in_order(out, expert_ids, inverse, real):
     for t in range(out.shape[0]):
         for k in range(out.shape[1]):
-            out[t, k] = expert_ids[t, k] if slots[t] != 0 else 0
+            out[t, k] = expert_ids[inverse[t], k] if real[t] else 0
 
 
-def observe_in_turn(
-    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, turns: Turns, expert_ids: Tensor
-) -> None:
-    """Observe at all layers the experts (L, N, K) of tokens, by rows (L, 2 * E + 1, G) and states (L, slots, G)."""
+def observe_in_turn(tables: ScoreTables, states: States, turns: Turns, routed: Tensor) -> None:
+    """Update the states of slots with several tokens each by the experts (L, N, K) of all layers."""
     slots = np.repeat(turns.slots.numpy(), np.diff(turns.first.numpy()))
-    ids = expert_ids[:, turns.rows].numpy()
-    for layer in range(len(rows)):
-        _observe(rows[layer], running[layer], previous[layer], seen[layer], slots, ids[layer])
+    for layer, ids in enumerate(routed[:, turns.rows].numpy()):
+        _observe(tables, states, layer, slots, ids)
 
 
-def _observe(
-    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: np.ndarray, expert_ids: np.ndarray
-) -> None:
+def _observe(tables: ScoreTables, states: States, layer: int, slots: np.ndarray, expert_ids: np.ndarray) -> None:
     nothing = np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_)
-    loops.observe(*_arrays(running, previous, seen), slots, expert_ids, rows.numpy(), *nothing)
+    own = _arrays(*(state[layer] for state in states))
+    loops.observe(*own, slots, expert_ids, tables.history_scores[layer].numpy(), *nothing)
 
 
-def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
-    """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first."""
+def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype, logical: Tensor | None = None) -> Tensor:
+    """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first.
+
+    logical (P,): the expert of each physical one, if ids are physical, -1 for none.
+    """
+    if logical is not None:
+        expert_ids = torch.where(expert_ids < 0, -1, logical[expert_ids.long()])
     out = torch.empty(expert_ids.shape, dtype=kind)
     _by_weight(*_arrays(out, expert_ids, weights.float()))
     return out
@@ -113,16 +117,16 @@ def _by_weight(out, expert_ids, weights):
             out[t, k] = expert_ids[t, order[k]]
 
 
-def assign(scores: Tensor) -> Tensor:
-    """(B,) int16: slices, same as `semmoe.tokens.slices.assign`."""
-    return torch.from_numpy(slices.assign(scores.numpy()))
-
-
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     """rows (N, H), index (M,) -> (M, H), zeros where the index is -1."""
     out = rows.new_empty((len(index), *rows.shape[1:]))
     _gather(byte_rows(out).numpy(), byte_rows(rows).numpy(), index.numpy())
     return out
+
+
+def gather_both(rows: Tensor, others: Tensor, index: Tensor, first: int, number: int) -> tuple[Tensor, Tensor]:
+    """rows (N, H) by index (M,), and others (N, H) by `number` of its entries from `first` on; zeros for -1."""
+    return gather_rows(rows, index), gather_rows(others, index[first : first + number])
 
 
 @njit(nogil=True)
@@ -165,30 +169,51 @@ def _sort(ranks, real, order, inverse, counts):
         inverse[i] = to
 
 
-def cover_copies(
-    expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
-) -> Tensor:
-    """(n, K) physical ids of experts (n, K), -1 for -1, by the rule `cover` of `copychoice` for a rank's tokens.
+def place(
+    expert_ids: Tensor, tables: Sequence[Tensor], source: int,
+    totals: Tensor, num_ranks: int, per_rank: int, width: int, real: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """(n, K) physical ids of experts (n, K), in their type, -1 for -1, by the rule `cover` for tokens of rank `source`.
 
-    ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
+    tables: ranks (E, X) and physical ids (E, X) of the copies nearest to it, padded with -1; the preferred rank (E,).
+    The ids are counted as by `count`, unless totals is empty.
     """
-    near = ranks.numpy(), physical.numpy(), preferred.numpy()
-    return torch.from_numpy(cover(expert_ids.long().numpy(), near, source, num_ranks))
+    ranks, physical, preferred = _arrays(*tables)
+    ids = expert_ids.long().numpy()
+    one = physical.shape[1] == 1
+    found = _only(ids, physical) if one else cover(ids, (ranks, physical, preferred), source, num_ranks)
+    out = torch.from_numpy(found).to(expert_ids.dtype)
+    if len(totals):
+        count(out, totals, num_ranks, per_rank, width, real)
+    return out
 
 
-def count(
-    expert_ids: Tensor, per_rank: int, width: int, real: Tensor | None,
-    pairs: Tensor, rows: Tensor, node_rows: Tensor, tokens: Tensor,
-) -> None:  # fmt: skip
-    """Add (n, K) ids, -1 for none, to pairs (R,), rows (R,), node_rows (D,) and tokens (), int64.
+@njit(nogil=True)
+def _only(expert_ids, physical):
+    out = np.empty_like(expert_ids)
+    for t in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            out[t, k] = physical[expert_ids[t, k], 0] if expert_ids[t, k] >= 0 else -1
+    return out
 
-    width: ranks per node. real (): only this number of the first rows counts.
+
+def count(expert_ids: Tensor, totals: Tensor, num_ranks: int, per_rank: int, width: int, real: Tensor | None) -> None:
+    """Add physical ids (n, K), -1 for none, to the totals (2 * R + D + 1,) int64 of `TrafficCounter`, R ranks, D nodes.
+
+    per_rank: experts per rank; width: ranks per node; real (1,): only this number of the first rows counts.
     """
-    size, ids = len(rows), expert_ids if real is None else expert_ids[: int(real)]
-    owners = torch.where(ids < 0, size, ids // per_rank).long()  # the last place is for none
-    reached = owners.new_zeros((len(owners), size + 1)).scatter_(1, owners, 1)[:, :size]
-    nodes = reached.unflatten(1, (-1, width)).amax(dim=2)  # (n, D)
-    pairs += torch.bincount(owners.flatten(), minlength=size + 1)[:size]
-    rows += reached.sum(dim=0)
-    node_rows += nodes.sum(dim=0)
-    tokens += nodes.amax(dim=1).sum()
+    number = len(expert_ids) if real is None else min(int(real), len(expert_ids))
+    _count(expert_ids.numpy(), number, totals.numpy(), num_ranks, per_rank, width)
+
+
+@njit(nogil=True)
+def _count(expert_ids, number, totals, num_ranks, per_rank, width):
+    reached = np.full(totals.shape[0], -1, np.int64)  # the last token that each total of rows was raised for
+    for t in range(number):
+        for k in range(expert_ids.shape[1]):
+            if expert_ids[t, k] >= 0:
+                rank = expert_ids[t, k] // per_rank
+                totals[rank] += 1
+                for place in (num_ranks + rank, 2 * num_ranks + rank // width, totals.shape[0] - 1):
+                    totals[place] += reached[place] != t
+                    reached[place] = t

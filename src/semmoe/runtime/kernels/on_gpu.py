@@ -1,23 +1,21 @@
 """The functions of `on_cpu` as Triton kernels."""
 
 from semmoe.runtime.kernels.argsort import order_of_real
-from semmoe.runtime.kernels.assign import assign
-from semmoe.runtime.kernels.copies import cover_copies
-from semmoe.runtime.kernels.history import by_weight, contribution, observe, observe_in_turn
-from semmoe.runtime.kernels.scores import look_up_tokens, score
-from semmoe.runtime.kernels.shuffle import gather_rows
-from semmoe.runtime.kernels.traffic import count
+from semmoe.runtime.kernels.assign import slices
+from semmoe.runtime.kernels.copies import count, place
+from semmoe.runtime.kernels.history import by_weight, observe_in_turn, restore
+from semmoe.runtime.kernels.scores import look_up_tokens
+from semmoe.runtime.kernels.shuffle import gather_both, gather_rows
 
 __all__ = [
-    "assign",
     "by_weight",
-    "contribution",
     "count",
-    "cover_copies",
+    "gather_both",
     "gather_rows",
     "look_up_tokens",
-    "observe",
     "observe_in_turn",
     "order_of_real",
-    "score",
+    "place",
+    "restore",
+    "slices",
 ]

@@ -1,8 +1,7 @@
-"""Scores of `semmoe.tokens.slices` as Triton kernels: one program per block of tokens.
+"""Scores of `semmoe.tokens.slices` in Triton: the look-up of a pass's tokens, and the sum for a tile of rows.
 
-Shapes are static, nothing waits for the device, and only the results are allocated, so that both can be captured in a
-graph. Results are bitwise equal to those of `on_cpu`. The number of tokens is not specialised: otherwise Triton would
-compile again, while requests wait, for a single token (then a constant) and for multiples of 16.
+Results are bitwise equal to those of `on_cpu`. The number of tokens is not specialised: otherwise Triton would compile
+again, while requests wait, for a single token (then a constant) and for multiples of 16.
 """
 
 from collections.abc import Sequence
@@ -13,8 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from semmoe.runtime.tables import ScoreTables
+from semmoe.tokens.kernels import FRACTION
 
 SCORE_BLOCK = 32  # tokens per program
+
+_FRACTION = tl.constexpr(FRACTION)
 
 
 def look_up_tokens(
@@ -37,33 +39,6 @@ def look_up_tokens(
             tables.token_scores.shape[2],
             num_slices,
             tables.token_scores.shape[1],
-            BLOCK=SCORE_BLOCK,
-            WIDTH=triton.next_power_of_2(num_slices),
-        )
-    return out
-
-
-def score(
-    tables: ScoreTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor, real: Tensor
-) -> Tensor:
-    """(B, S) int32: same as `on_cpu.score`."""
-    out, (number, num_slices) = torch.empty_like(tokens), tokens.shape
-    if number:
-        score_kernel[(triton.cdiv(number, SCORE_BLOCK),)](
-            out,
-            tokens.contiguous(),
-            tables.path_scores[layer],
-            earlier.contiguous(),
-            history.contiguous(),
-            real,
-            number,
-            first_rank,
-            tables.token_scores.shape[2],
-            num_slices,
-            LAYERS=earlier.shape[0],
-            TOP_K=earlier.shape[2],
-            ORDERED=tables.ordered,
-            EXPERTS=tables.num_experts,
             BLOCK=SCORE_BLOCK,
             WIDTH=triton.next_power_of_2(num_slices),
         )
@@ -98,37 +73,28 @@ def look_up_kernel(
     tl.store(out + (layer * tokens + t)[:, None] * slices + s, found, mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def score_kernel(
-    out,
-    looked_up,
-    path_scores,
-    earlier,
-    history,
-    real,
-    tokens,
-    first,
-    ranks,
-    slices,
-    LAYERS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ORDERED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    s = tl.arange(0, WIDTH)[None, :]
+@triton.jit
+def score_tile(
+    t, s, mask, real, looked_up, path_scores, routed, mean, running, previous, slots, decoding,
+    layer, tokens, first, ranks, slices, top_k,
+    LAYERS: tl.constexpr, ORDERED: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Scores of tokens t (BLOCK, 1) at slices s (1, WIDTH); 0 for rows that are not real (BLOCK, 1).
+
+    History: of decoded tokens what the states of their slots know, of others the mean.
+    """
     valid = t < tokens
-    mask = valid[:, None] & (s < slices)
-    total = tl.load(looked_up + t[:, None] * slices + s, mask=mask, other=0)
-    total += tl.load(history + t[:, None].to(tl.int64) * ranks + first + s, mask=mask, other=0)
+    total = tl.load(looked_up + (layer.to(tl.int64) * tokens + t) * slices + s, mask=mask, other=0)
+    state = tl.load(slots + t, mask=valid, other=0).to(tl.int64) * ranks + first + s
+    known = (tl.load(running + state, mask=mask, other=0) >> _FRACTION) + tl.load(previous + state, mask=mask, other=0)
+    unknown = tl.load(mean + first + s, mask=s < slices, other=0).to(tl.int32)
+    decodes = tl.load(decoding + t, mask=valid, other=0).to(tl.int32) > 0
+    total += tl.where(decodes, known, unknown)
     for j in tl.static_range(LAYERS):
-        for k in tl.static_range(TOP_K):
-            nearer = min(j, ORDERED)
-            base = (nearer * TOP_K + (j - nearer) + (k if j < ORDERED else 0)) * EXPERTS
-            expert = tl.load(earlier + (j * tokens + t) * TOP_K + k, mask=valid, other=0).to(tl.int32)
-            places = path_scores + (base + expert)[:, None] * ranks + first + s
-            total += tl.load(places, mask=mask, other=0).to(tl.int32)
-    total = tl.where(tl.load(real + t, mask=valid, other=0).to(tl.int32)[:, None] > 0, total, 0)
-    tl.store(out + t[:, None] * slices + s, total, mask=mask)
+        nearer = min(j, ORDERED)
+        planes = routed + (layer - 1 - j).to(tl.int64) * tokens * top_k
+        for k in range(top_k):  # not unrolled: a chunk's loads of all experts at once would not fit in registers
+            base = (nearer * top_k + (j - nearer) + (k if j < ORDERED else 0)) * EXPERTS
+            expert = tl.load(planes + t * top_k + k, mask=valid, other=0).to(tl.int32)
+            total += tl.load(path_scores + (base + expert) * ranks + first + s, mask=mask, other=0).to(tl.int32)
+    return tl.where(real, total, 0)

@@ -10,23 +10,40 @@ COLUMNS = 1024  # columns of a row that one program moves
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     """rows (N, H), index (M,) -> (M, H); zeros where the index is -1."""
-    out = torch.empty((len(index), rows.shape[1]), dtype=rows.dtype, device=rows.device)
+    return gather_both(rows, rows, index, 0, 0)[0]
+
+
+def gather_both(rows: Tensor, others: Tensor, index: Tensor, first: int, number: int) -> tuple[Tensor, Tensor]:
+    """Same as `on_cpu.gather_both`."""
+    width = rows.shape[1]
+    out, mine = (
+        torch.empty((n, width), dtype=r.dtype, device=r.device) for r, n in ((rows, len(index)), (others, number))
+    )
     if out.numel():
-        gather_kernel[_grid(out)](rows.contiguous(), index.contiguous(), out, rows.shape[1], BLOCK=_block(out))
-    return out
+        grid, block = columns_of(len(index) + number, width)
+        given = rows.contiguous(), others.contiguous(), index.contiguous()
+        gather_kernel[grid](*given, out, mine, len(index), first, width, BLOCK=block)
+    return out, mine
 
 
-def _block(out: Tensor) -> int:
-    return min(triton.next_power_of_2(out.shape[1]), COLUMNS)
+def columns_of(rows: int, width: int) -> tuple[tuple[int, int], int]:
+    """The grid of a kernel that moves rows, and the columns of a program."""
+    block = max(min(triton.next_power_of_2(width), COLUMNS), 1)
+    return (rows, max(triton.cdiv(width, block), 1)), block
 
 
-def _grid(out: Tensor) -> tuple[int, int]:
-    return len(out), triton.cdiv(out.shape[1], _block(out))
+@triton.jit(do_not_specialize=["number", "first"])
+def gather_kernel(rows, others, index, out, mine, number, first, width, BLOCK: tl.constexpr):
+    """Programs up to `number` move rows to out; those after them move others to mine, from the index `first` on."""
+    i, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if i < number:
+        move_row(rows, tl.load(index + i), out, i, c, width)
+    else:
+        move_row(others, tl.load(index + first + i - number), mine, i - number, c, width)
 
 
 @triton.jit
-def gather_kernel(rows, index, out, width, BLOCK: tl.constexpr):
-    i, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(index + i)
-    values = tl.load(rows + row * width + c, mask=(c < width) & (row >= 0), other=0)
-    tl.store(out + i * width + c, values, mask=c < width)
+def move_row(rows, row, out, i, c, width):
+    """Copy columns c of a row to row i of out; of row -1, zeros."""
+    values = tl.load(rows + row.to(tl.int64) * width + c, mask=(c < width) & (row >= 0), other=0)
+    tl.store(out + i.to(tl.int64) * width + c, values, mask=c < width)
