@@ -14,30 +14,30 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 24_713, 350, 50
+TOTAL, FILE, FUNCTION = 25_129, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
     "topology.py": 121,
-    "settings.py": 201,
+    "settings.py": 204,
     "plan.py": 182,
     "solver.py": 156,
     "io": 608,
-    "numeric": 213,
+    "numeric": 273,
     "traces": 1152,
-    "tokens": 1004,
+    "tokens": 1035,
     "requests": 640,
-    "placement": 2943,
+    "placement": 2965,
     "paper": 569,
     "costs": 776,
     "evaluation": 690,
     "runtime": 2073,
-    "checkpoint": 1275,
-    "engines": 6349,
+    "checkpoint": 1280,
+    "engines": 6628,
     "live": 2008,
     "gateway": 349,
     "report": 682,
-    "cli": 2414,
+    "cli": 2430,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.
