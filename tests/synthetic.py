@@ -17,7 +17,8 @@ def make_fingerprint(**changes) -> Fingerprint:
 def make_trace(requests, expert_ids, prompts=None, **changes) -> RoutingTrace:
     """requests: token ids of each; expert_ids (T, L, K) over all of them; prompts: the requests' own tokens if None."""
     prompts = requests if prompts is None else prompts
-    experts = np.asarray(expert_ids, np.uint8)
+    experts = np.asarray(expert_ids)
+    experts = experts.astype(np.uint8 if experts.max(initial=0) < 256 else np.int16)
     shape = {"num_layers": experts.shape[1], "top_k": experts.shape[2]}
     tokens = np.array([token for request in requests for token in request], np.int32)
     return RoutingTrace(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from synthetic import make_trace
 from test_placement_cocluster import TOPOLOGIES, used_by_all
 from typer.testing import CliRunner
 
@@ -183,3 +184,16 @@ def test_a_budget_below_the_least_solve_is_warned_of_before_it(tmp_path, monkeyp
 def test_the_least_time_grows_with_layers():
     one, thousand = (predictor.least_seconds(replace(TRACE.fingerprint, num_layers=n)) for n in (1, 1000))
     assert 0 < one < thousand / 100
+
+
+@pytest.mark.parametrize(("attention", "number", "top_k"), [("dp", 896, 16), ("tp", 512, 10)])
+def test_routing_of_many_experts_is_solved(tmp_path, attention, number, top_k):
+    rng = np.random.default_rng(0)
+    experts = np.argsort(rng.random((240, 2, number)), axis=2)[..., :top_k]
+    tokens = rng.integers(1, 500, size=(12, 20)).tolist()
+    save_trace(make_trace(tokens, experts, vocab_size=500, num_experts=number), tmp_path / "trace")
+    words = ["solve", str(tmp_path / "trace"), "--ep-size", "8", "--attention", attention, "--quick"]
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "plan")])
+    assert result.exit_code == 0, result.output
+    placement = load_plan(tmp_path / "plan").placement
+    assert (np.sort(placement.physical_to_logical_map, axis=1) == np.arange(number)).all()
