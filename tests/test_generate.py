@@ -172,6 +172,16 @@ def test_two_placements_give_the_same_sums_up_to_rounding_and_not_bit_for_bit(dt
     assert 0.1 < (difference != 0).double().mean() < 0.9
 
 
+@pytest.mark.parametrize("attention", ["dp", "tp"])
+def test_ranks_that_may_share_gpus_give_the_plain_models_tokens(qwen, attention):
+    """Two ranks with copies of experts; where there is one GPU, both are on it."""
+    path, model, trace, reference = qwen
+    plan = solve(trace, Topology.for_attention(attention, 2), SolveSettings(redundant_experts=4, **EASY))
+    up = gen.Configuration(name="shared", plan=plan)
+    [found] = gen.generate(path, prompts(1), [up], replace(SETTINGS, share_gpus=True))
+    assert verify.compare_outputs(model, prompts(1), reference, found.outputs).holds
+
+
 def test_passes_with_few_rows_keep_contiguous_slices_and_change_no_output(qwen):
     path, model, trace, reference = qwen
     plan = solve(trace, Topology.for_attention("tp", 2), SolveSettings(redundant_experts=4, **EASY))

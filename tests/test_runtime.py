@@ -5,6 +5,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
+from semmoe.engines.transformers.staged import StagedCommunicator
 from semmoe.runtime.dispatch import combine, dispatch
 
 pytestmark = pytest.mark.dist
@@ -76,3 +77,30 @@ def test_all_reduce_and_all_gather_count_what_must_be_sent(tmp_path):
         assert (total == 6.0).all()
         assert gathered[:, 0].tolist() == [1.0, 2.0, 3.0]
         assert sent == {"all_reduce": 2 * 2 * 12 * 4 // 3, "all_gather": 2 * 3 * 4}
+
+
+class Elsewhere(torch.Tensor):
+    """Tensors that deny to be on the CPU, as those of a GPU, so that their rows are staged on the host."""
+
+    is_cpu = False
+
+
+def all_collectives(comm, kind):
+    """Results of every collective on tensors of a kind, and the bytes sent."""
+    hidden, ids, weights = (values.as_subclass(kind) for values in routed(comm.rank, 0 if comm.rank == 1 else 7))
+    received, handle = dispatch(comm, hidden, ids, weights, choice_of(comm.size).as_subclass(kind)[ids])
+    back = combine(comm, 2 * received.hidden, handle)
+    sums = torch.randn(2 * comm.size, WIDTH, generator=torch.Generator().manual_seed(comm.rank)).as_subclass(kind)
+    found = [back, received.expert_ids, comm.reduce_scatter(sums), *comm.all_gather([sums, sums[:, :1].long()])]
+    return [values.tolist() for values in found], dict(comm.sent), dict(comm.rounds)
+
+
+def staged_and_not(comm):
+    staged = StagedCommunicator(comm.group, comm.rank, comm.size)
+    return all_collectives(comm, torch.Tensor), all_collectives(staged, Elsewhere)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_that_are_staged_on_the_host_arrive_as_others_do(size, tmp_path):
+    for plain, staged in on_ranks(size, staged_and_not, tmp_path):
+        assert plain == staged

@@ -22,6 +22,7 @@ from semmoe.engines.transformers.batch import cut, step
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import EXCHANGES, ParallelModel
 from semmoe.engines.transformers.planned import PlannedModel
+from semmoe.engines.transformers.staged import StagedCommunicator, shared_device
 from semmoe.evaluation.online import schedule_batch
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.launch import Reporter, run_ranks
@@ -100,6 +101,7 @@ def generate(
 ) -> list[GenerateResult]:
     """Generate greedily in every configuration, on `ep_size` local processes (gloo on a CPU, NCCL with a GPU per rank).
 
+    With `settings.share_gpus` ranks that outnumber the GPUs share them, and send their rows through the host's memory.
     prompts: token ids of each request, in arrival order. `progress` is called with a configuration's name and the
     number of requests newly completed. prepare: same as in `run_ranks`. Raises ValueError for input that does not fit,
     RuntimeError if a rank fails.
@@ -128,6 +130,8 @@ class _Job:
 
 def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> list[GenerateResult]:
     with world(rank, size, Path(job.scratch)) as (comm, device):
+        if job.settings.share_gpus and comm.backend == "gloo":
+            comm, device = StagedCommunicator(comm.group, rank, size), shared_device(rank)
         return [_run_set_up(comm, job, set_up, device, report) for set_up in job.set_ups]
 
 
@@ -139,7 +143,7 @@ def _run_set_up(
 ) -> GenerateResult:
     topology, rank = set_up.plan.topology, world_comm.rank
     model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
-    comm = Communicator(world_comm.group, rank, world_comm.size)  # a new one, with its own counters
+    comm = type(world_comm)(world_comm.group, rank, world_comm.size)  # a new one, with its own counters
     parallel = (set_up.attach or _attach)(model, set_up, comm)
     # Uncounted tokens, so that the first configuration does not pay for connections and loading of code.
     few = GenerateSettings(max_new_tokens=2, batch_size=1)
@@ -168,7 +172,7 @@ def attention_communicator(comm: Communicator, topology: Topology) -> Communicat
     if topology.dp_size == 1:
         return comm
     size = topology.attn_tp_size
-    return Communicator(dist.new_subgroups(size)[0], comm.rank % size, size)
+    return type(comm)(dist.new_subgroups(size)[0], comm.rank % size, size)
 
 
 def _decode(parallel: PlannedModel, prompts, topology: Topology, settings: GenerateSettings, progress) -> list[Answer]:
