@@ -7,7 +7,8 @@ The pass is what SGLang's hooks do, captured as tests/captured_passes.py traces 
 as a plan's. In place of links, a collective copies rows on the one card, so that "vanilla", its reduce-scatters and
 all-gathers alone, is what the others are held against; for attention-DP that is nothing. Each is replayed twice: the
 two medians show the noise. Passes over prompts, which engines do not capture, are timed from their first call to the
-end of their last kernel. Needs a GPU. Prints configuration, a table, the parts of a shuffled layer, one JSON line.
+end of their last kernel. Needs a GPU; with --rehearse it runs on a CPU without graphs, to see that it runs. Prints
+configuration, a table, the parts of a shuffled layer, one JSON line.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +44,8 @@ class OneCard(NcclCommunicator):
     def reduce_scatter(self, slices: torch.Tensor) -> torch.Tensor:
         return slices[: len(slices) // self.size].clone()
 
-    def all_gather(self, slice_: torch.Tensor) -> torch.Tensor:
-        return slice_.repeat(self.size, *[1] * (slice_.dim() - 1))
+    def all_gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [rows.repeat(self.size, *[1] * (rows.dim() - 1)) for rows in columns]
 
 
 def plan(f: Fingerprint, ranks: int) -> Plan:
@@ -113,7 +114,7 @@ def passes(planned: Plan, rows: int, width: int, prompts: int, device: str) -> I
     def vanilla() -> None:
         for _ in own.norms:
             mine = own.shuffle.comm.reduce_scatter(own.hidden)
-            own.shuffle.comm.all_gather(mine + own.residual[: len(mine)])
+            own.shuffle.comm.all_gather([mine + own.residual[: len(mine)]])
 
     def at_routers() -> None:  # as vLLM's hooks do, in one operator; SGLang's count once it has masked padding
         for _ in own.norms:
@@ -157,14 +158,19 @@ def replay_us(graph: torch.cuda.CUDAGraph, batch: int = 5) -> float:
     return statistics.median(once() for _ in range(MEASURED))
 
 
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def eager_us(job: Callable[[], object]) -> float:
     """From a pass's first call to the end of its last kernel."""
 
     def once() -> float:
-        torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         job()
-        torch.cuda.synchronize()
+        wait()
         return 1e6 * (time.perf_counter() - start)
 
     once()
@@ -180,18 +186,21 @@ def kernels_of(job: Callable[[], object], layers: int) -> list[tuple[str, float,
     return sorted((one for one in found if one[2] > 0), key=lambda one: -one[2])
 
 
-def measure(planned: Plan, rows: int, width: int, prompts: int) -> Iterator[dict]:
-    """Times of every pass in microseconds a layer, printed as they come, and at the end the kernels of a layer."""
+def measure(planned: Plan, rows: int, width: int, prompts: int, device: str) -> Iterator[dict]:
+    """Times of every pass in microseconds a layer, printed as they come, and at the end a GPU's kernels of a layer."""
     layers, base, told = planned.fingerprint.num_layers, 0.0, []
-    for name, job in passes(planned, rows, width, prompts, "cuda"):
-        time_us = functools.partial(eager_us, job) if prompts else functools.partial(replay_us, graph_of(job))
+    for name, job in passes(planned, rows, width, prompts, device):
+        eager = prompts or device == "cpu"
+        time_us = functools.partial(eager_us, job) if eager else functools.partial(replay_us, graph_of(job))
         first, again = (time_us() / layers for _ in range(2))
         base = first if name == "vanilla" else base
         added = first - base * name.startswith("attention-TP")
         print(f"{name:34}{rows:6}{prompts or '':9}{first:12.2f}{again:10.2f}{added:14.2f}", flush=True)
         yield {"pass": name, "rows": rows, "prompts": prompts, "us": first, "again": again, "added": added}
-        if name.startswith("attention-TP: shuffled"):
+        if name.startswith("attention-TP: shuffled") and device != "cpu":
             told = kernels_of(job, layers)
+    if not told:
+        return
     launches, busy = (sum(column) for column in list(zip(*told, strict=True))[1:])
     print(f"kernels of a layer, {name}: {launches:.1f} that take {busy:.1f} us")
     for kernel, launches, us in told[:MOST_KERNELS]:
@@ -204,18 +213,20 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, nargs="+", default=[0])
     for name, default in (("layers", 48), ("experts", 128), ("top-k", 8), ("ranks", 8), ("width", 2048)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, where times mean nothing")
     a = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not (torch.cuda.is_available() or a.rehearse):
         print("bench_captured.py: no GPU here", file=sys.stderr)
         return 2
     sizes = {"num_layers": a.layers, "num_experts": a.experts, "top_k": a.top_k}
     planned = plan(make_fingerprint(vocab_size=VOCABULARY, **sizes), a.ranks)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {a.layers} layers, top-{a.top_k} of {a.experts} "
+    device, name = ("cpu", "a CPU, rehearsed") if a.rehearse else ("cuda", torch.cuda.get_device_name())
+    print(f"{name}, torch {torch.__version__}; {a.layers} layers, top-{a.top_k} of {a.experts} "
           f"experts, {a.ranks} ranks, rows of {a.width} bfloat16")  # fmt: skip
     print(f"{'':34}{'rows':>6}{'prompts':>9}{'us a layer':>12}{'again':>10}{'over vanilla':>14}")
     cases = [(rows, prompts) for rows in a.rows for prompts in a.prompts]
-    results = [one for rows, prompts in cases for one in measure(planned, rows, a.width, prompts)]
-    print("\n" + json.dumps({"device": torch.cuda.get_device_name(), **vars(a), "results": results}))
+    results = [one for rows, prompts in cases for one in measure(planned, rows, a.width, prompts, device)]
+    print("\n" + json.dumps({"device": name, **vars(a), "results": results}))
     return 0
 
 
