@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from synthetic import make_fingerprint, planted_trace, random_trace
 
+from semmoe.cli.solve import solve_expected
 from semmoe.core import NEVER, PRIOR
 from semmoe.costs.links import PhaseLinks, load_links
 from semmoe.costs.timing import LayerShape, hooks, layer_time
 from semmoe.evaluation.forecast import expect
 from semmoe.evaluation.replay import replay
+from semmoe.io import console
 from semmoe.placement.linear import vanilla_plan
 from semmoe.placement.problem import Problem
 from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
@@ -215,6 +217,16 @@ def test_rows_this_narrow_are_never_shuffled_on_gpus_and_always_on_cpus(links, w
     assert expect(problem(trace, settings), measure, both, shape, holdout=0.5)["shuffle_from"] == least
     # a pass may have tokens of both phases, so the larger number counts
     assert expect(problem(trace, settings), measure, slow, shape, holdout=0.5)["shuffle_from"] == NEVER
+
+
+def test_the_command_writes_the_number_into_the_plan():
+    """From which `Shuffler.shuffles` decides."""
+    trace, _ = planted_trace(1, 4, requests_per_group=8)
+    links, shape = load_links("pcie5"), LayerShape(hidden_size=4096, expert_size=64, top_k=2)
+    asked = problem(trace, SolveSettings(method="paper", paper=QUICK, seed=3))
+    with console.bars() as bars:
+        plan = solve_expected(asked, ReplaySettings(batch_tokens=16), PhaseLinks(links, links), shape, bars)
+    assert plan.shuffle_from == plan.expected["shuffle_from"] > 1
 
 
 def test_plans_without_token_tables_state_no_number():
