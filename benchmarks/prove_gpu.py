@@ -169,7 +169,14 @@ def planned(run: Run) -> dict[str, Any]:
     wrong = [reason for reason in facts["degraded"] if not (run.a.one_gpu and GATHERS in reason)]
     if wrong:
         raise StepError(f"degraded: {'; '.join(wrong)}")
-    return facts
+    return facts | {"answers that differ from vanilla's so far": _differences(run)}
+
+
+def _differences(run: Run) -> dict[str, int]:
+    """Answers that differ from vanilla's, by server. In swaps every prompt was asked several times."""
+    told, names = run.answers, [name for name in run.answers if name != "vanilla"]
+    right = {name: told["vanilla"] * (len(told[name]) // len(told["vanilla"])) for name in names}
+    return {name: sum(a != b for a, b in zip(told[name], right[name], strict=True)) for name in names}
 
 
 def swap(run: Run, url: str, texts: list[str]) -> dict[str, Any]:
@@ -192,10 +199,8 @@ def swap(run: Run, url: str, texts: list[str]) -> dict[str, Any]:
 def vanilla_again(run: Run) -> dict[str, Any]:
     """The placebo: what two runs of the same thing differ by. Raises StepError if the plan's answers differ by more."""
     facts = _served(run, "vanilla-again", None)
-    told, names = run.answers, [name for name in run.answers if name != "vanilla"]
-    right = {name: told["vanilla"] * (len(told[name]) // len(told["vanilla"])) for name in names}
-    differ = {name: sum(a != b for a, b in zip(told[name], right[name], strict=True)) for name in names}
-    facts |= {f"answers of {len(told['vanilla'])} that differ from vanilla's": differ}
+    differ = _differences(run)
+    facts |= {f"answers of {len(run.answers['vanilla'])} that differ from vanilla's": differ}
     rates = run.throughput
     facts["tokens a second over vanilla's"] = {name: round(rates[name] / rates["vanilla"], 3) for name in rates}
     if max(differ.values()) > differ["vanilla-again"] + MORE_THAN_PLACEBO:
