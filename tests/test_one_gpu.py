@@ -1,4 +1,4 @@
-"""The parts of `benchmarks/one_gpu.sh`: commands and files exist, and one that fails or hangs takes no other with it."""
+"""The parts of `benchmarks/one_gpu.sh`: what they call exists, and one that fails or hangs takes no other with it."""
 
 import os
 import re
