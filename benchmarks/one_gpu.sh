@@ -12,7 +12,8 @@
 
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
-export PYTHON=${PYTHON:-python} OUT=${OUT:-gpu-report} MOST_SECONDS=${MOST_SECONDS:-530} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHON=${PYTHON:-python} OUT=${OUT:-gpu-report} MOST_SECONDS=${MOST_SECONDS:-530}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
 PARTS=(machine kernels graphs kernel-times decode-times prompt-times
   plans tokens-2-dp tokens-2-tp tokens-4-dp tokens-4-tp vllm-dp vllm-tp)
@@ -97,10 +98,7 @@ solved() { # ranks, attention, folder and further options of `semmoe solve`
 }
 
 tokens() { # ranks and attention: every token of ranks that share the GPU equals plain transformers' own
-  local shuffled=()
-  [[ $2 == tp ]] && shuffled=(--shuffle-from 1)
-  semmoe generate tiny --plan "$OUT/plan-$1-$2" --share-gpus --verify --json --limit 12 --max-prompt-tokens 128 \
-    --max-new-tokens 16 "${shuffled[@]}" | tee "$OUT/tokens-$1-$2.json"
+  "$PYTHON" benchmarks/prove_tokens.py "$OUT/plan-$1-$2"
 }
 
 vllm() { # attention: vLLM without a plan, on it with swaps, and without it again
@@ -124,7 +122,6 @@ vllm() { # attention: vLLM without a plan, on it with swaps, and without it agai
 }
 
 run() { # a part by its name
-  set -o pipefail
   case $1 in
     tokens-* | vllm-*) ${1%%-*} $(tr - ' ' <<<"${1#*-}") ;;
     *) "${1//-/_}" ;;

@@ -14,12 +14,12 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 25_180, 350, 50
+TOTAL, FILE, FUNCTION = 25_129, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 265,
     "topology.py": 121,
-    "settings.py": 205,
+    "settings.py": 204,
     "plan.py": 182,
     "solver.py": 156,
     "io": 608,
@@ -33,7 +33,7 @@ ROOMS = {
     "evaluation": 690,
     "runtime": 2073,
     "checkpoint": 1280,
-    "engines": 6678,
+    "engines": 6628,
     "live": 2008,
     "gateway": 349,
     "report": 682,

@@ -1,7 +1,9 @@
 """Expert-parallel generation equals the plain model, token for token in fp32, in every set-up; and faults show."""
 
 import copy
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,10 @@ from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import prove_tokens
 
 pytestmark = pytest.mark.dist
 # 10 prompts, two at a time: groups of 3 and 2 requests, so that some groups idle while others still decode.
@@ -173,12 +179,12 @@ def test_two_placements_give_the_same_sums_up_to_rounding_and_not_bit_for_bit(dt
 
 
 @pytest.mark.parametrize("attention", ["dp", "tp"])
-def test_ranks_that_may_share_gpus_give_the_plain_models_tokens(qwen, attention):
+def test_ranks_that_may_share_gpus_give_the_plain_models_tokens(qwen, attention, monkeypatch):
     """Two ranks with copies of experts; where there is one GPU, both are on it."""
     path, model, trace, reference = qwen
     plan = solve(trace, Topology.for_attention(attention, 2), SolveSettings(redundant_experts=4, **EASY))
-    up = gen.Configuration(name="shared", plan=plan)
-    [found] = gen.generate(path, prompts(1), [up], replace(SETTINGS, share_gpus=True))
+    monkeypatch.setattr(gen, "_RANK", prove_tokens.run_rank)
+    [found] = gen.generate(path, prompts(1), [gen.Configuration(name="shared", plan=plan)], SETTINGS)
     assert verify.compare_outputs(model, prompts(1), reference, found.outputs).holds
 
 

@@ -19,7 +19,7 @@ from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
 
-SETTINGS = GenerateSettings(max_new_tokens=4, batch_size=2, share_gpus=True)
+SETTINGS = GenerateSettings(max_new_tokens=4, batch_size=2)
 
 
 @pytest.mark.slow

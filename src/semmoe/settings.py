@@ -104,7 +104,6 @@ class GenerateSettings(Checked):
     max_new_tokens: int = number(32, 1, 1 << 20, panel="Input", help="Tokens to generate.")
     batch_size: int = number(16, 1, 1 << 16, panel="Input", help="Requests decoded together in a group.")
     dtype: str = choice("float32", ("float32", "bfloat16"))
-    share_gpus: bool = field(default=False, metadata=option("Use GPUs even if they are fewer than ranks, over gloo."))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from semmoe.engines.transformers.batch import cut, step
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import EXCHANGES, ParallelModel
 from semmoe.engines.transformers.planned import PlannedModel
-from semmoe.engines.transformers.staged import StagedCommunicator, shared_device
 from semmoe.evaluation.online import schedule_batch
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.launch import Reporter, run_ranks
@@ -101,7 +100,6 @@ def generate(
 ) -> list[GenerateResult]:
     """Generate greedily in every configuration, on `ep_size` local processes (gloo on a CPU, NCCL with a GPU per rank).
 
-    With `settings.share_gpus` ranks that outnumber the GPUs share them, and send their rows through the host's memory.
     prompts: token ids of each request, in arrival order. `progress` is called with a configuration's name and the
     number of requests newly completed. prepare: same as in `run_ranks`. Raises ValueError for input that does not fit,
     RuntimeError if a rank fails.
@@ -130,8 +128,6 @@ class _Job:
 
 def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> list[GenerateResult]:
     with world(rank, size, Path(job.scratch)) as (comm, device):
-        if job.settings.share_gpus and comm.backend == "gloo":
-            comm, device = StagedCommunicator(comm.group, rank, size), shared_device(rank)
         return [_run_set_up(comm, job, set_up, device, report) for set_up in job.set_ups]
 
 
