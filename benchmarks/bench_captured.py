@@ -35,7 +35,7 @@ from semmoe.topology import Fingerprint, Topology
 
 VOCABULARY, LOOKBACK, ORDERED = 151_936, 2, 1
 MOST_KERNELS = 14
-MEASURED = 20  # batches of replays, of which the median is told
+MEASURED = 20  # batches of replays, of which the median is printed
 
 
 class OneCard(NcclCommunicator):
@@ -188,7 +188,8 @@ def kernels_of(job: Callable[[], object], layers: int) -> list[tuple[str, float,
 
 def measure(planned: Plan, rows: int, width: int, prompts: int, device: str) -> Iterator[dict]:
     """Times of every pass in microseconds a layer, printed as they come, and at the end a GPU's kernels of a layer."""
-    layers, base, told = planned.fingerprint.num_layers, 0.0, []
+    layers, base = planned.fingerprint.num_layers, 0.0
+    timed = []
     for name, job in passes(planned, rows, width, prompts, device):
         eager = prompts or device == "cpu"
         time_us = functools.partial(eager_us, job) if eager else functools.partial(replay_us, graph_of(job))
@@ -198,12 +199,12 @@ def measure(planned: Plan, rows: int, width: int, prompts: int, device: str) -> 
         print(f"{name:34}{rows:6}{prompts or '':9}{first:12.2f}{again:10.2f}{added:14.2f}", flush=True)
         yield {"pass": name, "rows": rows, "prompts": prompts, "us": first, "again": again, "added": added}
         if name.startswith("attention-TP: shuffled") and device != "cpu":
-            told = kernels_of(job, layers)
-    if not told:
+            timed = kernels_of(job, layers)
+    if not timed:
         return
-    launches, busy = (sum(column) for column in list(zip(*told, strict=True))[1:])
+    launches, busy = (sum(column) for column in list(zip(*timed, strict=True))[1:])
     print(f"kernels of a layer, {name}: {launches:.1f} that take {busy:.1f} us")
-    for kernel, launches, us in told[:MOST_KERNELS]:
+    for kernel, launches, us in timed[:MOST_KERNELS]:
         print(f"    {launches:6.2f} x {us:8.2f} us  {kernel[:100]}")
 
 

@@ -17,7 +17,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
 PARTS=(machine kernels graphs kernel-times decode-times prompt-times
   plans tokens-2-dp tokens-2-tp tokens-4-dp tokens-4-tp vllm-dp vllm-tp)
-declare -A LIMITS=([machine]=60 [plans]=180 [vllm-dp]=9999 [vllm-tp]=9999) # seconds; vLLM gets what is left
+declare -A LIMITS=([machine]=60 [plans]=180 [vllm-dp]=9999 [vllm-tp]=9999) # seconds; vLLM gets the rest of the time
 OTHER_LIMIT=110
 STOP_SECONDS=15 # from the request to end to the kill
 SKIPPED=77      # exit code of a part that cannot run here; the last line of its log is the reason

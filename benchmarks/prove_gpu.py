@@ -174,9 +174,9 @@ def planned(run: Run) -> dict[str, Any]:
 
 def _differences(run: Run) -> dict[str, int]:
     """Answers that differ from vanilla's, by server. In swaps every prompt was asked several times."""
-    told, names = run.answers, [name for name in run.answers if name != "vanilla"]
-    right = {name: told["vanilla"] * (len(told[name]) // len(told["vanilla"])) for name in names}
-    return {name: sum(a != b for a, b in zip(told[name], right[name], strict=True)) for name in names}
+    vanilla, others = run.answers["vanilla"], {name: a for name, a in run.answers.items() if name != "vanilla"}
+    right = {name: vanilla * (len(answers) // len(vanilla)) for name, answers in others.items()}
+    return {name: sum(a != b for a, b in zip(others[name], right[name], strict=True)) for name in others}
 
 
 def swap(run: Run, url: str, texts: list[str]) -> dict[str, Any]:

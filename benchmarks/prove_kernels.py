@@ -75,14 +75,14 @@ def kernels() -> Iterator[Kernel]:
         yield Kernel(copies.place_kernel, held, sizes, {"COPIES": width, "COUNT": True, "BOUND": True, **block})
     block = {"BLOCK": history.TILE // 8, "WIDTH": 8}
     states = {"running": "*i32", "previous": "*i32", "slots": "*i64"}
-    told = {"out": "*bf16", "rows": "*bf16", "inverse": "*i64", "routed": "*u8", "expert_ids": "*u8", "real": "*i1"}
-    yield Kernel(history.restore_kernel, {**told, "table": "*i16", "seen": "*i64", **states},
+    given = {"out": "*bf16", "rows": "*bf16", "inverse": "*i64", "routed": "*u8", "expert_ids": "*u8", "real": "*i1"}
+    yield Kernel(history.restore_kernel, {**given, "table": "*i16", "seen": "*i64", **states},
                  ("layer", "number", "width", "ranks", "experts", "top_k"),
                  {"OBSERVES": True, "BLOCK": shuffle.COLUMNS, "EXPERTS": 8, "WIDTH": 8})  # fmt: skip
-    told, numbers = {"rows": "*i16", "order": "*i64", "expert_ids": "*u8"}, ("tokens", "batch", "ranks", "table")
-    yield Kernel(history.sums_kernel, {"sums": "*i32", **told}, numbers, {"TOP_K": 8, **block})
-    told |= {"sums": "*i32", "seen": "*i64", "first": "*i64", **states}
-    yield Kernel(history.in_turn_kernel, told, (*numbers, "num_slots"), {"TOP_K": 8, "WIDTH": 8}, warps=1)
+    given, numbers = {"rows": "*i16", "order": "*i64", "expert_ids": "*u8"}, ("tokens", "batch", "ranks", "table")
+    yield Kernel(history.sums_kernel, {"sums": "*i32", **given}, numbers, {"TOP_K": 8, **block})
+    given |= {"sums": "*i32", "seen": "*i64", "first": "*i64", **states}
+    yield Kernel(history.in_turn_kernel, given, (*numbers, "num_slots"), {"TOP_K": 8, "WIDTH": 8}, warps=1)
     packed = {"out": "*u8", "expert_ids": "*i32", "weights": "*fp32", "logical": "*i64"}
     yield Kernel(history.by_weight_kernel, packed, ("number",), {"MAPS": True, "TOP_K": 8, **block})
     looked = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8", "shifts": "*i32"}
@@ -109,9 +109,9 @@ def of_nvidia(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         words = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
-    assert found, told
+        given = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", given)
+    assert found, given
     return int(found[1]), int(found[2])
 
 

@@ -22,6 +22,7 @@ def _run(rank, size, asked, report):
     job, folder = asked
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
+    dist.barrier()  # else a job without collectives could end while another rank still connects
     result = job(Communicator(dist.group.WORLD, rank, size))
     dist.destroy_process_group()
     return result

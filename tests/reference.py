@@ -194,7 +194,7 @@ def score(
 
 
 def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor, decoding: Tensor) -> Tensor:
-    """(B, G) int32 by one layer's rows (2 * E + 1, G) and states (slots, G): same as `History.contribution`."""
+    """(B, G) int32 by one layer's rows (2 * E + 1, G) and states (slots, G): as in `on_cpu.slices`."""
     known = (running[slots] >> FRACTION) + previous[slots]
     return torch.where(decoding[:, None], known, rows[-1].int())
 

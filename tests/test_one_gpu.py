@@ -1,4 +1,4 @@
-"""The parts of `benchmarks/one_gpu.sh`: what they call exists, and a part that fails or hangs stops no other."""
+"""The parts of `benchmarks/one_gpu.sh`: each calls only what exists, and a part that fails or hangs stops no other."""
 
 import os
 import re

@@ -157,10 +157,10 @@ def test_a_higher_price_of_load_gives_layouts_of_less_load(redundant):
     rough = search.rough([0.0, 50.0])
     finer = search.finer([0.0, 50.0])
     assert [one.load for one in rough] == sorted((one.load for one in rough), reverse=True)
-    free, dear = finer
-    assert dear.load < free.load
-    assert free.cost < dear.cost
-    assert dear.total(50.0) <= free.total(50.0)
+    free, costly = finer
+    assert costly.load < free.load
+    assert free.cost < costly.cost
+    assert costly.total(50.0) <= free.total(50.0)
 
 
 @pytest.mark.parametrize(("redundant", "searched"), [(0, 2), (4, 5)])

@@ -176,19 +176,19 @@ class TokenRows:
 
         Rows of padding may be left out.
         """
-        handle = self._handle
+        handle, layer = self._handle, self._layer
         assert handle is not None
-        self._handle, layer, given = None, self._layer, self._given_rows
+        self._handle = None
         rows = fit_rows(rows, handle.slice_rows)
         if not self.shuffled or layer is None or not (self._shuffler.uses_history or self.captured):
-            return shuffled_all_gather(self.comm, [rows], handle)[0][:given]
+            return shuffled_all_gather(self.comm, [rows], handle)[0][: self._given_rows]
         assert self._routing is not None
         expert_ids = fit_rows(self._shuffler.by_weight(*self._routing), handle.slice_rows)
         whole, expert_ids = self._shuffler.gather(self.comm, rows, expert_ids, handle, layer)
         for listener in (self.routed, self.captured):
             if listener is not None:
                 listener(layer, expert_ids)
-        return whole[:given]
+        return whole[: self._given_rows]
 
 
 def fit_rows(values: Tensor, num_rows: int) -> Tensor:

@@ -6,7 +6,8 @@ from semmoe.numeric.jit import njit
 
 PARTNERS = 32  # swap partners tried per pair of groups: the items that would gain most
 TOLERANCE = 1e-9
-DIGITS, FAR = 1 << 40, 1 << 60  # the largest value as an integer; the loss of a group without items
+UNITS = 1 << 40  # of the largest value, as an integer
+FAR = 1 << 60  # the loss of a group without items
 
 
 def equal_groups(value: np.ndarray) -> np.ndarray:
@@ -17,7 +18,7 @@ def equal_groups(value: np.ndarray) -> np.ndarray:
     surplus alone. Values count to 12 digits.
     """
     scale = np.abs(value).max(initial=0.0) or 1.0
-    whole = np.rint(np.asarray(value, np.float64) / scale * DIGITS).astype(np.int64)  # sums of paths are exact
+    whole = np.rint(np.asarray(value, np.float64) / scale * UNITS).astype(np.int64)  # sums of paths are exact
     return _relieve(whole, whole.argmax(axis=1), -(-len(value) // value.shape[1]))
 
 
@@ -25,9 +26,8 @@ def equal_groups(value: np.ndarray) -> np.ndarray:
 def _relieve(value, groups, size):
     """Send items from groups of more than `size` to groups of fewer; groups (N,) is changed and returned."""
     G = value.shape[1]
-    counts, loss, item = np.zeros(G, np.int64), np.empty((G, G), np.int64), np.empty((G, G), np.int64)
-    for g in groups:
-        counts[g] += 1
+    counts = np.bincount(groups, minlength=G)
+    loss, item = np.empty((G, G), np.int64), np.empty((G, G), np.int64)
     for a in range(G):
         _find_least(value, groups, a, loss, item)
     for full in range(G):
@@ -35,11 +35,8 @@ def _relieve(value, groups, size):
             last, before = _nearest_room(loss, counts, full, size)
             counts[full] -= 1
             counts[last] += 1
-            b = last
-            while b != full:  # each group of the path gives an item to the next
-                groups[item[before[b], b]] = b
-                b = before[b]
-            while last != full:
+            while last != full:  # from the end of the path: each group gets an item of the one before it
+                groups[item[before[last], last]] = last
                 _find_least(value, groups, last, loss, item)
                 last = before[last]
             _find_least(value, groups, full, loss, item)
@@ -61,13 +58,15 @@ def _find_least(value, groups, a, loss, item):
 def _nearest_room(loss, counts, full, size):
     """(group, before (G,)): the group with room at the end of the path from `full` that loses least, and the paths."""
     G = len(counts)
-    total, before, better = loss[full].copy(), np.full(G, full), True
+    total, before = loss[full].copy(), np.full(G, full)
+    better = True
     while better:
         better = False
         for a in range(G):
             for b in range(G):
                 if b != full and total[a] + loss[a, b] < total[b]:
-                    total[b], before[b], better = total[a] + loss[a, b], a, True
+                    total[b], before[b] = total[a] + loss[a, b], a
+                    better = True
     nearest = -1
     for g in range(G):
         if counts[g] < size and (nearest < 0 or total[g] < total[nearest]):

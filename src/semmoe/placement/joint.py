@@ -56,7 +56,7 @@ def cocluster_requests(
 def recluster_requests(
     rates: np.ndarray,
     lengths: np.ndarray,
-    worth: np.ndarray,
+    gains: np.ndarray,
     top_k: int,
     move_cost: float,
     seed: int = 0,
@@ -64,13 +64,13 @@ def recluster_requests(
 ) -> np.ndarray:
     """(R,) int64: the group of each request, where experts are placed already and moves cost something.
 
-    worth (L, E, D): what a pair of each expert is worth in each group. move_cost: of an expert in another group than
+    gains (L, E, D): of a pair of each expert in each group. move_cost: of an expert in another group than
     before, in local pairs per token of its layer. Other arguments as `cocluster_requests` takes them. Clusters near the
     placement are compared with those found anew, whose groups get the numbers that move fewest experts; without a limit
     on tokens, drifted requests would all prefer the groups that suit them least badly.
     """
-    problem = _Problem(rates, lengths, worth.shape[2], TOKEN_LIMIT)
-    flat = worth.reshape(-1, problem.groups).astype(np.float32)
+    problem = _Problem(rates, lengths, gains.shape[2], TOKEN_LIMIT)
+    flat = gains.reshape(-1, problem.groups).astype(np.float32)
     at_home = problem.rates @ flat
     near = problem.alternate(problem.place_requests(at_home, at_home.argmax(axis=1)))
     experts, requests = cocluster_requests(rates, lengths, problem.groups, seed=seed, in_time=in_time)

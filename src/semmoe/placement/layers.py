@@ -25,8 +25,8 @@ ROUGH_TOKENS = 3072  # of a rough search
 # A finer search uses so many tokens per expert, and at most so many, without and with redundant experts; of tokens that
 # hardly repeat each other, at most so many distinct sets.
 FINER_TOKENS, MOST_TOKENS, MOST_SETS = (2048, 128), (1 << 15, 6144), 1 << 14
-LOST = 1.01  # of the best start's total: a start that ends higher is the last
 FINER_STEPS = 0.8  # of the steps of a rough search
+LOST = 1.01  # of the best start's total: a start that ends higher is the last
 # On one node with copies a search charges a remote pair so much more: it takes each expert from its primary copy, while
 # tokens take copies that need few rows. So the rows that it counts say less of a layout than its pairs.
 PAIR_BESIDE = 0.875
@@ -133,12 +133,15 @@ class LayerSearch:
         for layout in self._starts(labels, first, in_time):
             if not self.found or (in_time() and not self._has_lost(first)):
                 self.found.append(self._run(self.sample, *layout, first, steps, in_time))
-        scale = self.price_scale
-        best = sorted(self.found, key=lambda one: one.total(first * scale))[: self.problem.settings.kept]
+        best = sorted(self.found, key=lambda one: one.total(first * self.price_scale))[: self.problem.settings.kept]
         for price, one in product(load_prices[1:], best):
             if in_time():
                 self.found.append(self._run(self.sample, one.slots, one.primary, price, steps, in_time))
-        return [min(self.found, key=lambda one: one.total(price * scale)) for price in load_prices]
+        return [self._best(price) for price in load_prices]
+
+    def _best(self, load_price: float) -> Layout:
+        """Return the layout of least total at a price of load that a rough search found."""
+        return min(self.found, key=lambda one: one.total(load_price * self.price_scale))
 
     def _has_lost(self, load_price: float) -> bool:
         """Return whether the last start ended so high that random ones will, too, which holds without copies alone."""
@@ -206,12 +209,9 @@ class LayerSearch:
 
     def finer(self, load_prices: list[float], in_time: InTime = lambda: True) -> list[Layout]:
         """Return layouts found on more tokens, at each price from the best rough one; in_time: see `rough`."""
-        steps, out = int(FINER_STEPS * self.problem.settings.steps), []
-        for price in load_prices:
-            if in_time():
-                best = min(self.found, key=lambda one: one.total(price * self.price_scale))
-                out.append(self._run(self.fine, best.slots, best.primary, price, steps, in_time))
-        return out
+        steps = int(FINER_STEPS * self.problem.settings.steps)
+        begun = ((price, self._best(price)) for price in load_prices if in_time())  # asked before each search
+        return [self._run(self.fine, one.slots, one.primary, price, steps, in_time) for price, one in begun]
 
     def follow(self, slots: np.ndarray, primary: np.ndarray, tokens: Tokens, load_price: float) -> Layout:
         """Search on from a layout with tokens where they are predicted to be: each on its group, which is a rank."""

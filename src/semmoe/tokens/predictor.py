@@ -127,8 +127,8 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int, in_time
     deepest = max(one.lookback for one in shapes)
     layers = sorted({min(max(L * (2 * i + 1) // 6, deepest), L - 1) for i in range(3)})
     with ThreadPoolExecutor(cpu_count()) as pool:
-        totals = np.sum(list(pool.map(lambda layer: _held_out(rest, held, layer, shapes, in_time), layers)), axis=0)
-    errors = totals[..., 0] / np.maximum(totals[:1, :, 1], 1e-9)
+        found = list(pool.map(lambda layer: _held_out(rest, held, layer, shapes, in_time), layers))
+    errors = np.sum([of_shapes for of_shapes, _ in found], axis=0) / max(sum(of_mean for _, of_mean in found), 1e-9)
     for shape, of_ridge in zip(shapes, errors, strict=True):
         i = int(of_ridge.argmin())
         if of_ridge[i] <= errors.min() * (1 + settings.tolerance):
@@ -146,19 +146,18 @@ def _candidates(trace: RoutingTrace, lookback: int | None) -> list[Looks]:
     return fit or [Looks(lookback=most, ordered=0)]
 
 
-def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[Looks], in_time) -> np.ndarray:
-    """(shapes, ridges, 2): squared error, and that of the mean alone, on one layer of `held` and some experts.
-
-    The error of shapes that were not tried in time is infinite.
-    """
+def _held_out(
+    rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[Looks], in_time
+) -> tuple[np.ndarray, float]:
+    """Squared errors (shapes, ridges), infinite if not tried in time, and the mean's, on one layer and some experts."""
     E, counts = rest.fingerprint.num_experts, count_tokens(rest, layer)
     judged = np.sort(np.random.default_rng(0).permutation(E)[:JUDGED])
     truth = np.zeros((held.num_tokens, E), np.float32)
     np.put_along_axis(truth, held.expert_ids[:, layer].astype(np.int64), 1, axis=1)
     truth = truth[:, judged]
-    out = np.full((len(shapes), len(RIDGES), 2), np.inf)
+    errors = np.full((len(shapes), len(RIDGES)), np.inf)
     first, tested = (design_of(part, layer, shapes[0], counts, loo=part is rest) for part in (rest, held))
-    of_dense, nothing = dense_products(first), ((first.mean[judged] - truth) ** 2).sum()
+    of_dense = dense_products(first)
     for s, shape in enumerate(shapes):  # shapes differ in their path alone
         if s > 0 and not in_time():
             break
@@ -166,8 +165,8 @@ def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[L
         square, target = products(with_looks(first, rest, layer, shape), of_dense)
         for i, ridge in enumerate(RIDGES):
             predicted = apply_weights(test, ridge_weights(square, target[:, judged], ridge))
-            out[s, i] = ((predicted - truth) ** 2).sum(), nothing
-    return out
+            errors[s, i] = ((predicted - truth) ** 2).sum()
+    return errors, float(((first.mean[judged] - truth) ** 2).sum())
 
 
 def predict(

@@ -50,7 +50,7 @@ class PlannedRank(OnPlan, RankPlugin):
             (targets.NEW_WEIGHTS, placed_only),
             (targets.EXPERT_SIZES, functools.partial(expert_sizes, self._settings.untried == "1")),
             (targets.EXPERT_LAYER, with_copies),
-            (targets.COPIES, self._choose),
+            (targets.COPIES, self._seen_choice if self._settings.untried else self._copies.choose),
         ]
         if self.shuffles:
             hooks += [
@@ -67,8 +67,8 @@ class PlannedRank(OnPlan, RankPlugin):
         """Wraps the loading of a model's weights."""
         return self._proof.load(model, lambda: original(model, *args), without_plan)
 
-    def _choose(self, *call: Any) -> Any:
-        """Wraps the choice of physical experts."""
+    def _seen_choice(self, *call: Any) -> Any:
+        """Wraps the choice of physical experts, where the proof expects it at every layer."""
         self._check.ran("physical experts")
         return self._copies.choose(*call)
 
