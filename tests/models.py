@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from semmoe.cli.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
@@ -139,7 +140,18 @@ UNTRIED = {
     "cohere2_moe": lambda: transformers.Cohere2MoeConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8, intermediate_size=48,
     ),
+    "llama4_text": lambda: transformers.Llama4TextConfig(
+        **without_top_k(), num_experts_per_tok=1, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
+        num_local_experts=8, intermediate_size=32, intermediate_size_mlp=64, interleave_moe_layer_step=2,
+    ),
 }  # fmt: skip
+
+
+# Tokens of a model with images, after those of the shipped tokenizer.
+IMAGE_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+                "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}  # fmt: skip
+# Families saved with a tensor per expert.
+SPLIT = {"llama4_text"}
 
 
 def build(architecture: str, folder: Path, **changes: object) -> str:
@@ -155,11 +167,58 @@ def build(architecture: str, folder: Path, **changes: object) -> str:
         fill_routers(model)
         model.save_pretrained(path)
         load_tokenizer(str(MODEL)).save_pretrained(path)
+        if architecture in SPLIT:
+            split_experts(path)
         config_file = path / "config.json"
         config_file.write_text(json.dumps(json.loads(config_file.read_text()) | STATED.get(architecture, {})))
         if "auto_map" in STATED.get(architecture, {}):
             (path / "own.py").write_text("raise SystemExit('code of the directory was run')")
     return str(path)
+
+
+def build_with_images(folder: Path) -> str:
+    """A checkpoint of Qwen3-VL-MoE under `folder`, with its processor of images; returns its path."""
+    path, tokenizer = folder / "qwen3_vl_moe", load_tokenizer(str(MODEL))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(IMAGE_TOKENS.values())})
+    ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in IMAGE_TOKENS.items()}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = COMMON | {"vocab_size": 4160, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16,
+                     "num_experts": 8, "moe_intermediate_size": 48, "rope_parameters": rope}  # fmt: skip
+    vision = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64,
+              "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 16,
+              "initializer_range": 0.25}  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **ids)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(path)
+    transpose_experts(path)
+    images = transformers.Qwen2VLImageProcessor(patch_size=16, size={"shortest_edge": 1024, "longest_edge": 4096})
+    videos = transformers.Qwen3VLVideoProcessor(patch_size=16)
+    transformers.Qwen3VLProcessor(images, tokenizer, videos, chat_template="{{ messages }}").save_pretrained(path)
+    return str(path)
+
+
+def transpose_experts(path: Path) -> None:
+    """Turn the tensors of a layer's experts from (E, out, in) to (E, in, out), as Qwen3-VL-MoE is published."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name, weight in tensors.items():
+        if ".experts." in name:
+            tensors[name] = weight.transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def split_experts(path: Path) -> None:
+    """Split the tensors that hold all experts of a layer, (E, in, out), into three per expert."""
+    file, parts = path / "model.safetensors", {}
+    for name, weight in load_file(file).items():
+        head, _, kind = name.rpartition(".experts.")
+        stacked = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+        for part, experts in zip(stacked, weight.chunk(max(len(stacked), 1), dim=-1), strict=False):
+            for expert, one in enumerate(experts):
+                parts[f"{head}.experts.{expert}.{part}.weight"] = one.T.contiguous()
+        if not stacked:
+            parts[name] = weight
+    save_file(parts, file, metadata={"format": "pt"})
 
 
 def fill_tables(model: torch.nn.Module) -> None:

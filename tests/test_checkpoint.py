@@ -31,10 +31,6 @@ from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology
 
 MODELS = CONFIGS | UNTRIED | {
-    "llama4_text": lambda: transformers.Llama4TextConfig(
-        **{**COMMON, "num_experts_per_tok": 1}, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
-        num_local_experts=8, intermediate_size=32, intermediate_size_mlp=64, interleave_moe_layer_step=2,
-    ),
     "hunyuan_v1_moe": lambda: transformers.HunYuanMoEV1Config(
         **without_top_k(), num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8,
         moe_topk=[2] * 3, moe_intermediate_size=[48] * 3, intermediate_size=48,

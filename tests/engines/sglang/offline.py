@@ -30,10 +30,10 @@ class Offline:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    def complete(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    def complete(self, prompts: list[list[int]], max_new_tokens: int, **more: Any) -> list[list[int]]:
         """The new tokens of greedy completions."""
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
-        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling)
+        answers = self.engine.generate(input_ids=prompts, sampling_params=sampling, **more)
         return [answer["output_ids"] for answer in answers]
 
 
@@ -47,6 +47,13 @@ LIMITS = ["--dtype", "float32", "--max-total-tokens", "8192", "--max-running-req
 def completed(batches: list[list[list[int]]], *where: Any, **how: Any) -> list[list[int]]:
     """Tokens of every prompt, batch after batch, of an engine as `on_engine` starts it."""
     return on_engine(functools.partial(_complete, batches), *where, **how)
+
+
+def completed_with_images(
+    prompts: list[list[int]], asked: list[list[int]], images: list[str], *where: Any, **how: Any
+) -> list[list[int]]:
+    """Tokens of every prompt, and of every one in `asked`, each with one of the images."""
+    return on_engine(functools.partial(_complete_with_images, prompts, asked, images), *where, **how)
 
 
 def on_engine(
@@ -124,7 +131,13 @@ def _engine(
         engine.shutdown()
 
 
-def _complete(batches: list[list[list[int]]], engine: Offline) -> list[list[int]]:
-    tokens = [done for batch in batches for done in engine.complete(batch, NEW_TOKENS)]
+def _complete(batches: list[list[list[int]]], engine: Offline, **more: Any) -> list[list[int]]:
+    tokens = [done for batch in batches for done in engine.complete(batch, NEW_TOKENS, **more)]
     time.sleep(2.5)  # counters are published once a second
     return tokens
+
+
+def _complete_with_images(
+    prompts: list[list[int]], asked: list[list[int]], images: list[str], engine: Offline
+) -> list[list[int]]:
+    return engine.complete(prompts, NEW_TOKENS) + _complete([asked], engine, image_data=images)

@@ -45,5 +45,16 @@ def test_what_is_not_proven_is_refused_with_the_reason(fault, attention, reason,
     assert reason in (tmp_path / "planned" / "fatal.txt").read_text()
 
 
+@pytest.mark.families
+def test_tensors_that_hold_all_experts_of_a_layer_are_refused(texts, prompts, tmp_path, monkeypatch):
+    """vLLM's loader of Llama 4 takes a rank's experts out of such tensors by itself."""
+    monkeypatch.setattr("models.SPLIT", set())
+    model = build("llama4_text", tmp_path, **HEADS)
+    given = UNTRIED | {"SEMMOE_PLAN": make_plan(model, texts, tmp_path, "dp2", 0)}
+    with pytest.raises(AssertionError):
+        on_two_ranks(model, prompts[:4], tmp_path / "planned", "dp2", given)
+    assert "holds all experts of a layer at once" in (tmp_path / "planned" / "fatal.txt").read_text()
+
+
 def test_every_architecture_that_can_hold_experts_has_a_row():
     assert set(ARCHITECTURES["vllm"]) == of_vllm()

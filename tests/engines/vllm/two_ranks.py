@@ -6,18 +6,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rank import run
 from safetensors.torch import load_file
 from serving import free_port
 
+from semmoe.core import RoutingTrace
 from semmoe.engines.transformers import recorder
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.vllm.launch import CPU_VARIABLES
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
+from semmoe.traces.dataset import digest
+from semmoe.traces.trace import TraceHeader, TraceWriter, open_trace
 
 FORKED = multiprocessing.get_context("forkserver")
 # vLLM is imported once; `rank` cannot be, whose folder the process that ranks are forked from does not know.
@@ -32,16 +37,36 @@ LATENT_HEADS = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+UNSEEN = ("llama4_text",)  # types whose routing transformers does not show
 TOPOLOGIES = {"tp2": Topology(ep_size=2), "dp2": Topology(ep_size=2, dp_size=2)}
 
 
 def make_plan(model: str, texts: list[list[int]], folder: Path, attention: str, copies: int) -> str:
     """A plan of a small model, from a few of `texts`."""
-    trace = recorder.record(load_model(model), model, texts[32:64], folder / f"trace-{attention}-{copies}")
+    unseen = json.loads(Path(model, "config.json").read_text())["model_type"] in UNSEEN
+    make_trace = random_trace if unseen else recorded_trace
+    trace = make_trace(model, texts[32:64], folder / f"trace-{attention}-{copies}")
     plan = solve(trace, TOPOLOGIES[attention], SolveSettings(redundant_experts=copies, cocluster=EASY))
     path = folder / f"plan-{attention}-{copies}"
     save_plan(plan, path)
     return str(path)
+
+
+def recorded_trace(model: str, texts: list[list[int]], folder: Path) -> RoutingTrace:
+    """The model's own routing, by transformers."""
+    return recorder.record(load_model(model), model, texts, folder)
+
+
+def random_trace(model: str, texts: list[list[int]], folder: Path) -> RoutingTrace:
+    """Random experts for each token id and layer: such a plan moves experts too, and changes no token."""
+    fingerprint = fingerprint_of(model)
+    shape = (fingerprint.vocab_size, fingerprint.num_layers, fingerprint.num_experts)
+    experts = np.random.default_rng(0).random(shape).argsort(axis=2)[..., : fingerprint.top_k]
+    header = TraceHeader(fingerprint=fingerprint, dataset_hash=digest(texts), settings={})
+    with TraceWriter(folder, header) as writer:
+        for text in texts:
+            writer.append_run(text, np.array(text), experts[text])
+    return open_trace(folder)
 
 
 def local_share(folder: Path) -> float:
