@@ -140,6 +140,11 @@ UNTRIED = {
     "cohere2_moe": lambda: transformers.Cohere2MoeConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8, intermediate_size=48,
     ),
+    "qwen3_5_moe_text": lambda: transformers.Qwen3_5MoeTextConfig(
+        **COMMON, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, num_experts=8, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=16, linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"] * 2,
+    ),
     "llama4_text": lambda: transformers.Llama4TextConfig(
         **without_top_k(), num_experts_per_tok=1, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
         num_local_experts=8, intermediate_size=32, intermediate_size_mlp=64, interleave_moe_layer_step=2,
@@ -181,9 +186,10 @@ def build_with_images(folder: Path) -> str:
     path, tokenizer = folder / "qwen3_vl_moe", load_tokenizer(str(MODEL))
     tokenizer.add_special_tokens({"additional_special_tokens": list(IMAGE_TOKENS.values())})
     ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in IMAGE_TOKENS.items()}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    text = COMMON | {"vocab_size": 4160, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 16,
-                     "num_experts": 8, "moe_intermediate_size": 48, "rope_parameters": rope}  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    text = COMMON | {"vocab_size": 4160, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 32,
+                     "num_experts": 8, "moe_intermediate_size": 48, "norm_topk_prob": True,
+                     "rope_parameters": rope}  # fmt: skip
     vision = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64,
               "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 16,
               "initializer_range": 0.25}  # fmt: skip

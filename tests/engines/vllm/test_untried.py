@@ -3,7 +3,7 @@
 import pytest
 from architectures import of_vllm
 from models import UNTRIED as FAMILIES
-from models import build
+from models import build, build_with_images
 from two_ranks import HEADS, counted, make_plan, on_two_ranks
 
 from semmoe.engines.support import ARCHITECTURES
@@ -15,17 +15,30 @@ UNTRIED = {"SEMMOE_UNTRIED": "1"}
 NAMES = [*FAMILIES, "qwen3_next"]
 SERVED = [pytest.param(name, marks=() if name == "granitemoeshared" else pytest.mark.families) for name in NAMES]
 # What vLLM's linear attention on a CPU takes.
-CHANGES = {"qwen3_next": HEADS | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}}
-TYPES = {"qwen3_next": "bfloat16"}
+LINEAR = HEADS | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+CHANGES = {"qwen3_next": LINEAR, "qwen3_5_moe_text": LINEAR}
+TYPES = {"qwen3_next": "bfloat16", "qwen3_5_moe_text": "bfloat16"}
 
 
 @pytest.mark.parametrize("family", SERVED)
 def test_a_family_that_proves_itself_answers_as_without_a_plan(family, texts, prompts, tmp_path):
     assert family not in TRIED["vllm"]
+    if family == "qwen3_5_moe_text":
+        pytest.importorskip("torchvision")  # by vLLM's module of Qwen3.5
     model, dtype = build(family, tmp_path, **CHANGES.get(family, HEADS)), TYPES.get(family, "float32")
     plan = make_plan(model, texts, tmp_path, "dp2", 2)
     planned = on_two_ranks(model, prompts, tmp_path / "planned", "dp2", UNTRIED | {"SEMMOE_PLAN": plan}, dtype=dtype)
     assert planned == on_two_ranks(model, prompts, tmp_path / "vanilla", "dp2", dtype=dtype)
+    assert counted(tmp_path / "planned", "remote_rows") > 0
+
+
+@pytest.mark.families
+def test_a_model_with_images_answers_prompts_of_text_as_without_a_plan(texts, prompts, tmp_path):
+    pytest.importorskip("torchvision")  # by vLLM's module of Qwen3-VL
+    model = build_with_images(tmp_path)
+    given = UNTRIED | {"SEMMOE_PLAN": make_plan(model, texts, tmp_path, "dp2", 2)}
+    planned = on_two_ranks(model, prompts, tmp_path / "planned", "dp2", given)
+    assert planned == on_two_ranks(model, prompts, tmp_path / "vanilla", "dp2")
     assert counted(tmp_path / "planned", "remote_rows") > 0
 
 
