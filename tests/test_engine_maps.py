@@ -135,10 +135,14 @@ def test_vllm_ascend_has_no_entry_for_an_expert_twice_on_a_rank(tmp_path):
     assert applied(tmp_path / "plan", MODEL, "trtllm", tmp_path / "map.yaml").exit_code == 0
 
 
-def test_one_row_stands_for_all_layers(tmp_path):
-    row = np.random.default_rng(0).permutation(E)
-    np.save(tmp_path / "map.npy", row)
-    assert imported(tmp_path / "map.npy", tmp_path / "plan", "--ep-size", 4, "--attention", "dp").exit_code == 0
+@pytest.mark.parametrize("name", ["map.npy", "map.json"])
+def test_one_row_stands_for_all_layers(tmp_path, name):
+    row, file = np.random.default_rng(0).permutation(E), tmp_path / name
+    if file.suffix == ".npy":
+        np.save(file, row)
+    else:
+        file.write_text(json.dumps([row.tolist()]))
+    assert imported(file, tmp_path / "plan", "--ep-size", 4, "--attention", "dp").exit_code == 0
     plan = load_plan(tmp_path / "plan")
     assert plan.placement.physical_to_logical_map.tolist() == [row.tolist()] * L
     assert plan.topology.dp_size == 4
@@ -164,7 +168,8 @@ def named(rows):
 BAD_MAPS = {
     "text.json": (b"nothing", "not valid JSON"),
     "object.json": (b'{"a": 1}', "give an object with physical_to_logical_map or logical_count or layer_list"),
-    "list.json": (json.dumps([list(range(E))]).encode(), "give an object with physical_to_logical_map"),
+    "number.json": (b"3", "expected a row of numbers for each layer"),
+    "list.json": (json.dumps([list(range(E))] * 2).encode(), "2 layers, but the model has 6"),
     "ragged.json": (named([[1, 2], [3]]), "all equally long"),
     "words.json": (named(["a"]), "all equally long"),
     "missing.json": (named([0] * E), "is on no rank"),

@@ -37,7 +37,7 @@ class Format:
 
     def holds(self, content: Any) -> bool:
         """Whether a file's content is of this format."""
-        return self.key in content if isinstance(content, dict) else not (self.key or isinstance(content, list))
+        return self.key in content if isinstance(content, dict) else not self.key
 
 
 FORMATS = (  # the first that fits is taken
@@ -53,7 +53,7 @@ FORMATS = (  # the first that fits is taken
         "add these lines to the file of trtllm-serve's --config",
     ),
     Format(
-        "eplb", "map", (".npy", ".pt"), "", maps.read_array, maps.write_array,
+        "eplb", "map", (".npy", ".pt", ".json"), "", maps.read_array, maps.write_array,
         "the first array that EPLB's rebalance_experts returns, for",
     ),
     Format("answers", "answers", (LINES,), "", routes.read_answers),

@@ -103,7 +103,7 @@ def info(trace: options.TraceArgument, as_json: options.Json = False) -> None:
     from semmoe.traces.streams import describe
 
     with console.bars() as bars:
-        found = describe(trace, bars.task("reading tokens", _tokens(trace)))
+        found = describe(trace, bars.task("reading tokens", _tokens(trace) or None))
     rows = [
         ["model", console.plain(found["model"])],
         ["layers x experts, experts of a token", f"{found['num_layers']} x {found['num_experts']}, {found['top_k']}"],
@@ -140,4 +140,4 @@ def merge(
 def _tokens(trace: Path) -> int:
     from semmoe.traces.trace import num_tokens
 
-    return num_tokens(trace) if trace.is_dir() else 1
+    return num_tokens(trace) if trace.is_dir() else 0

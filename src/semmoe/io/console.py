@@ -57,8 +57,8 @@ def watch_outputs() -> None:
 class Bars(Progress):
     """Progress bars, one per stage."""
 
-    def task(self, description: str, total: int) -> Callable[[float], None]:
-        """Start a bar; the returned function advances it."""
+    def task(self, description: str, total: int | None) -> Callable[[float], None]:
+        """Start a bar, of an unknown total if it is None; the returned function advances it."""
         return partial(self.advance, self.add_task(description, total=total))
 
 
