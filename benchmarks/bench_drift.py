@@ -157,8 +157,8 @@ def links_file(folder: Path) -> Path:
     """What links and experts cost on this machine; measured once, while no server is alive."""
     path = folder / "links.json"
     if not path.exists():
-        words = [*COMMAND, "calibrate", str(MODEL), "--ep-size", str(RANKS), "--out", str(path)]
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        words = [sys.executable, "-m", "lab", "calibrate", str(MODEL), "--ep-size", str(RANKS), "--out", str(path)]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[1])
     return path
 
 

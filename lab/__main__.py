@@ -1,5 +1,6 @@
-"""The paper's tables and figures, from a checkout: `make reproduce`, or `python -m lab reproduce --help`."""
+"""Commands of a checkout: the paper's tables and figures, and what links and experts cost on this machine."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,19 +9,16 @@ from rich import box
 from rich.table import Table
 
 from semmoe.cli import options
-from semmoe.cli.app import new_app
+from semmoe.cli.app import new_app, refuse_given
 from semmoe.cli.form import finite
+from semmoe.costs.links import Links
 from semmoe.io import console
-from semmoe.io.files import check_output
+from semmoe.io.bounds import MOST_RANKS
+from semmoe.io.files import check_output, save_json
 from semmoe.settings import SEED
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-app = new_app("The paper's tables and figures, from what this machine can run.")
-
-
-@app.callback()
-def _main() -> None:
-    """One command, called by its name."""
+app = new_app("The paper's tables and figures from what this machine can run, and the cost of its links.")
 
 
 @app.command()
@@ -77,6 +75,55 @@ def reproduce(
         return
     _print_compared(run.compared(made))
     console.out.print(f"data and pictures: {out}; this table: {summary}", markup=False)
+
+
+@app.command()
+def calibrate(
+    *,
+    ctx: typer.Context,
+    model: options.ModelArgument,
+    out: Annotated[Path, options.output("The links file, JSON, for `semmoe solve --links`.")],
+    force: options.Force = False,
+    name: Annotated[str, options.output("The name of these links.")] = "this machine",
+    as_json: options.Json = False,
+    ep_size: Annotated[
+        int, options.option(options.TOPOLOGY, "Expert-parallel ranks, each a local process.", min=2, max=MOST_RANKS)
+    ] = options.PROCESSES,
+) -> None:
+    """Measure what links and experts cost, with real all-to-alls and the model's own experts.
+
+    Run it on an idle machine.
+
+    Examples: `python -m lab calibrate MODEL --ep-size 4 --out links.json` measures local processes, and on every node
+    `torchrun --nnodes 2 --nproc-per-node 8 ... -m lab calibrate MODEL --out links.json` also measures links between
+    nodes; rank 0 writes the file
+    """
+    from lab import calibrate as measuring
+    from semmoe.engines.transformers.config import fingerprint_of
+
+    fingerprint_of(model)  # refuses a model before ranks start
+    launched = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun
+    if launched:
+        refuse_given(ctx, ["ep_size"], "torchrun decides the ranks")
+    if not launched or os.environ["RANK"] == "0":
+        check_output(out, force=force, inputs=(model,))
+    links = measuring.calibrate_launched(model, name) if launched else measuring.calibrate(model, ep_size, name)
+    if links is None:  # another rank of torchrun's has the result
+        return
+    save_json(out, links)
+    title = f"{out}: {links.name}"
+    result = {"out": str(out), "links": links.model_dump()}
+    console.tell(as_json, result, lambda: console.print_table(title, ["", "latency", "speed"], _speeds(links)))
+
+
+def _speeds(links: Links) -> list[list[str]]:
+    """Rows of a part of the machine, its latency and its speed."""
+    rows = []
+    for where, tier in (("inside nodes", links.inside_node), ("between nodes", links.between_nodes)):
+        if tier is not None:
+            speed = f"{tier.gigabytes_per_second:.3g} GB/s"
+            rows.append([f"all-to-all {where}", f"{tier.dispatch_latency_us:,.0f} us", speed])
+    return [*rows, ["experts of a rank", "", f"{links.experts.teraflops:.3g} Tflop/s"]]
 
 
 def _print_items(chosen: list[Any], as_json: bool) -> None:

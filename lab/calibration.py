@@ -1,6 +1,6 @@
 """Measure links and experts at five sizes, all-reduces and pairs of ranks, and check the fit on another layer.
 
-`semmoe calibrate` measures less. Real collectives and the model's own experts are timed.
+`lab.calibrate` measures less. Real collectives and the model's own experts are timed.
 
 Every time is that of the slowest rank, as the median of several rounds, for batches of uniform routing. Lines are
 fitted to the times with relative errors, so that small and large batches have equal weight. Processes that share the

@@ -14,30 +14,30 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 25_129, 350, 50
+TOTAL, FILE, FUNCTION = 25_031, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
-    "core.py": 265,
+    "core.py": 269,
     "topology.py": 121,
     "settings.py": 204,
-    "plan.py": 182,
+    "plan.py": 183,
     "solver.py": 156,
     "io": 608,
-    "numeric": 273,
+    "numeric": 272,
     "traces": 1152,
-    "tokens": 1035,
+    "tokens": 1055,
     "requests": 640,
-    "placement": 2965,
+    "placement": 3040,
     "paper": 569,
     "costs": 776,
     "evaluation": 690,
     "runtime": 2073,
     "checkpoint": 1280,
-    "engines": 6628,
+    "engines": 6483,
     "live": 2008,
     "gateway": 349,
     "report": 682,
-    "cli": 2430,
+    "cli": 2378,
     "__init__.py": 43,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ports import free_port
+from test_cli import npz, refused, run
+from typer.testing import CliRunner
 
+from lab import calibrate as calibration
+from lab.__main__ import app
 from semmoe.cli.demo import MODEL
 from semmoe.costs import timing
 from semmoe.costs.links import Experts, Links, PhaseLinks, Tier, load_links
-from semmoe.engines.transformers import calibrate as calibration
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers.recorder import record
@@ -27,6 +30,12 @@ from semmoe.solver import solve
 from semmoe.topology import Topology
 from semmoe.traces.split import split
 from semmoe.traces.texts import held_out_prompts
+
+ROOT = Path(__file__).parents[1]
+
+
+def calibrate(*arguments):
+    return CliRunner().invoke(app, ["calibrate", *map(str, arguments)])
 
 
 def test_a_fit_by_hand():
@@ -129,11 +138,11 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
 def test_ranks_of_torchrun_on_two_nodes_write_one_file(tmp_path):
     """Two launchers of two ranks each, as on two machines."""
     out, port = tmp_path / "links.json", free_port()
-    semmoe = [str(Path(sys.executable).with_name("semmoe")), "calibrate", str(MODEL), "--out", str(out), "--json"]
+    words = ["-m", "lab", "calibrate", str(MODEL), "--out", str(out), "--json"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     launcher += ["--master-port", str(port)]
-    ranks = [[*launcher, "--node-rank", str(node), "--no-python", *semmoe] for node in (0, 1)]
-    nodes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for words in ranks]
+    ranks = [[*launcher, "--node-rank", str(node), *words] for node in (0, 1)]
+    nodes = [subprocess.Popen(rank, stdout=subprocess.PIPE, text=True, cwd=ROOT) for rank in ranks]
     said = [node.communicate(timeout=400)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
     assert json.loads(said[0])["out"] == str(out)
@@ -143,3 +152,28 @@ def test_ranks_of_torchrun_on_two_nodes_write_one_file(tmp_path):
     assert links.inside_node.gigabytes_per_second > 0
     assert links.between_nodes is not None
     assert links.between_nodes.gigabytes_per_second > 0
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_calibrate_writes_links_that_solve_takes(tmp_path):
+    out = tmp_path / "links.json"
+    result = calibrate("tiny", "--ep-size", 2, "--name", "a test", "--json", "--out", out)
+    assert result.exit_code == 0, result.output
+    written = json.loads(result.stdout)
+    assert written["links"] == json.loads(out.read_text())
+    assert written["out"] == str(out)
+    shown = calibrate("tiny", "--ep-size", 2, "--name", "a test", "--force", "--out", out).stdout
+    assert all(words in shown for words in ("all-to-all inside nodes", "experts of a rank", "GB/s", "Tflop/s"))
+    assert "between nodes" not in shown
+    words = ["solve", npz(tmp_path / "t.npz"), "--ep-size", 2, "--method", "linear", "--out", tmp_path / "plan"]
+    words += ["--hidden-size", 64, "--expert-size", 32]
+    assert "on a test (measured, a row per rank)" in run(*words, "--links", out).stdout
+
+
+@pytest.mark.dist
+def test_calibrate_refuses_in_one_line(tmp_path):
+    out = tmp_path / "links.json"
+    refused(calibrate("tiny", "--ep-size", 1, "--out", out), "--ep-size", "greater than or equal to 2")
+    refused(calibrate(tmp_path / "absent", "--ep-size", 2, "--out", out), "does not exist")
+    assert not out.exists()

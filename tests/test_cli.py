@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from safetensors.numpy import load_file, save_file
 from synthetic import make_trace
 from typer.testing import CliRunner
@@ -256,41 +257,6 @@ def test_a_links_file_of_one_s_own_is_taken_and_named(work, tmp_path):
     save_json(tmp_path / "links.json", links)
     command = ["solve", work / "trace", "--ep-size", 4, "--method", "linear", "--out", tmp_path / "plan"]
     assert "on [b]our[/b] cluster (nominal, a row per rank)" in run(*command, "--links", tmp_path / "links.json").stdout
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_calibrate_writes_links_that_solve_takes(work, tmp_path):
-    out = tmp_path / "links.json"
-    result = run("calibrate", "tiny", "--ep-size", 2, "--name", "a test", "--json", "--out", out)
-    assert result.exit_code == 0, result.output
-    written = json.loads(result.stdout)
-    assert written["links"] == json.loads(out.read_text())
-    assert written["out"] == str(out)
-    shown = run("calibrate", "tiny", "--ep-size", 2, "--name", "a test", "--force", "--out", out).stdout
-    assert all(words in shown for words in ("all-to-all inside nodes", "experts of a rank", "GB/s", "Tflop/s"))
-    assert "between nodes" not in shown
-    command = [
-        "solve",
-        work / "trace",
-        "--ep-size",
-        2,
-        "--method",
-        "linear",
-        "--links",
-        out,
-        "--out",
-        tmp_path / "plan",
-    ]
-    assert "on a test (measured, a row per rank)" in run(*command).stdout
-
-
-@pytest.mark.dist
-def test_calibrate_refuses_in_one_line(tmp_path):
-    out = tmp_path / "links.json"
-    refused(run("calibrate", "tiny", "--ep-size", 1, "--out", out), "--ep-size", "greater than or equal to 2")
-    refused(run("calibrate", tmp_path / "absent", "--ep-size", 2, "--out", out), "does not exist")
-    assert not out.exists()
 
 
 def test_replay_all_has_the_documented_keys(tmp_path):
@@ -655,7 +621,8 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_plan(work, tmp_path):
 
 def test_every_command_explains_itself():
     top = run("--help").stdout
-    for command in ("profile", "trace info", "solve", "replay", "apply", "generate", "calibrate", "demo"):
+    assert len(typer.main.get_command(app).commands) <= 16
+    for command in ("profile", "trace info", "solve", "replay", "apply", "generate", "demo"):
         assert command.split()[0] in top
         assert "semmoe " + command in run(*command.split(), "--help").stdout.replace("\n", " ")
 

@@ -35,6 +35,7 @@ WORDS: dict[str, list[str]] = {
     "record start": ["{tmp}/absent"],
     "record stop": ["{tmp}/absent"],
 }
+OF_LAB = {"calibrate", "reproduce"}
 MINUTES = {"demo"}  # whose accepted values are not run here
 
 
@@ -89,7 +90,7 @@ def run(command: str, option: str, value: str, places: dict[str, str]) -> Any:
     words = [word.format(**places) for word in WORDS[command]]
     if option in words:
         del words[words.index(option) : words.index(option) + 2]
-    return CliRunner().invoke(lab if command == "reproduce" else app, [*command.split(), *words, option, value])
+    return CliRunner().invoke(lab if command in OF_LAB else app, [*command.split(), *words, option, value])
 
 
 @dataclass(frozen=True, kw_only=True)

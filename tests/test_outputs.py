@@ -22,7 +22,7 @@ from semmoe.io.files import atomic_directory, atomic_file, check_output
 from semmoe.traces.trace import open_trace
 
 WORK = {  # command, and the function that does its work
-    "calibrate": (["calibrate", "tiny"], "semmoe.engines.transformers.calibrate.calibrate"),
+    "calibrate": (["calibrate", "tiny"], "lab.calibrate.calibrate"),
     "profile": (["profile", "tiny"], "semmoe.engines.transformers.model.load_model"),
     "solve": (["solve", "trace.npz"], "semmoe.traces.streams.open_bounded"),
     "report": (["report", "."], "semmoe.report.page.write"),
@@ -30,6 +30,7 @@ WORK = {  # command, and the function that does its work
     "apply sglang": (["apply", "plan", "--model", "tiny", "--to", "sglang"], "semmoe.checkpoint.relabel.relabel"),
     "reproduce": (["reproduce", "table1"], "lab.run.make"),
 }
+OF_LAB = {"calibrate", "reproduce"}
 FILES = {"calibrate", "report", "apply sglang"}  # the others make directories
 REPLACES = {"profile", "report", "reproduce"}  # a profile resumes, a page is made again, items add to a folder
 
@@ -49,7 +50,7 @@ def lazy(tmp_path, monkeypatch):
 
 
 def refused(command: str, out: str) -> str:
-    result = CliRunner().invoke(lab if command == "reproduce" else app, [*WORK[command][0], "--out", out])
+    result = CliRunner().invoke(lab if command in OF_LAB else app, [*WORK[command][0], "--out", out])
     assert result.exit_code == 2, result.output
     lines = [line for line in result.stderr.splitlines() if "error:" in line]
     assert len(lines) == 1
@@ -187,7 +188,7 @@ def contents(folder):
     ],
 )
 def test_an_output_is_no_input(words, out, inputs):
-    result = CliRunner().invoke(app, [*words.split(), "--out", out, "--force"])
+    result = CliRunner().invoke(lab if "calibrate" in words else app, [*words.split(), "--out", out, "--force"])
     assert (result.exit_code, result.stderr.count("error:")) == (2, 1), result.output
     assert any(word in result.stderr for word in ("input of this command", "is a link", "other files than a plan's"))
 
@@ -235,7 +236,7 @@ def test_a_link_a_device_and_a_name_that_is_no_text_are_refused_before_the_work(
     assert "neither a file nor a directory" in refused(command, f"pipe{ending}")
     assert "dangling" in refused(command, f"dangling{ending}/inside{ending}")
     name = os.fsdecode(b"\xff") + ending
-    result = CliRunner().invoke(lab if command == "reproduce" else app, [*WORK[command][0], "--out", name])
+    result = CliRunner().invoke(lab if command in OF_LAB else app, [*WORK[command][0], "--out", name])
     assert (result.exit_code, result.stderr.count("error:")) == (2, 1), result.output
     assert "is not UTF-8: choose another name" in result.stderr
 

@@ -99,8 +99,8 @@ class LinksOptions:
         str | None,
         option(
             "Links",
-            "What links and experts cost: a file of `semmoe calibrate`, or a shipped one, such as h200-nvlink or "
-            "h200-400g, the defaults on one node and on several.",
+            "What links and experts cost: a file of `python -m lab calibrate`, or a shipped one, such as h200-nvlink "
+            "or h200-400g, the defaults on one node and on several.",
         ),
     ] = None
     decode_links: Annotated[

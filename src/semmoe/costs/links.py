@@ -1,4 +1,4 @@
-"""The speed of links and experts: written by `semmoe calibrate`, or shipped with semmoe."""
+"""The speed of links and experts: written by `python -m lab calibrate`, or shipped with semmoe."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ class PairSpeeds(BaseModel):
 
 
 class Links(BaseModel):
-    """A calibration of links and experts: written by `semmoe calibrate`, or shipped with semmoe."""
+    """A calibration of links and experts: written by `python -m lab calibrate`, or shipped with semmoe."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str

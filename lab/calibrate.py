@@ -1,5 +1,7 @@
 """Measure what links and experts cost on this machine, with real collectives and the model's own experts.
 
+`lab.calibration` measures more, and checks itself.
+
 All-to-alls of two sizes, there and back, give a tier of links its latency and speed: inside nodes and, where torchrun
 started ranks on several nodes, between them. Experts are timed at one size. Every time is that of the slowest rank, as
 the median of several rounds. Local processes (gloo) transfer bytes one after the other: `shared` links.
@@ -65,7 +67,7 @@ def _measure(comm: Communicator, device: str, path: str, name: str, topology: To
         name=name,
         kind="measured",
         shared=rank.shared,
-        source=f"semmoe calibrate, {comm.size} processes, {comm.backend}, torch {torch.__version__}",
+        source=f"lab calibrate, {comm.size} processes, {comm.backend}, torch {torch.__version__}",
         inside_node=between if between and alone else rank.tier(here),
         between_nodes=between,
         dispatch_bytes_per_value=rank.value_bytes,
