@@ -69,6 +69,8 @@ def cover(placement: Placement, topology: Topology, layer: int, source: int, exp
     """The rank of each expert of a token by the rule `cover`."""
     near = {int(e): set(nearest_ranks(placement, topology, layer, source, int(e))) for e in experts}
     liked = {e: int(placement.static_dispatch[layer, source, e]) for e in near}
+    if placement.fixed_copies is not None:
+        near |= {e: {liked[e]} for e in near if placement.fixed_copies[layer, source, e]}
     away = {rank: (rank - source) % topology.ep_size for rank in range(topology.ep_size)}
     out = {e: min(ranks) for e, ranks in near.items() if len(ranks) == 1}
     reached = set(out.values())

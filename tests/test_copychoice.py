@@ -20,13 +20,16 @@ from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology
 
 SIZES = st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (6, 3)])
+SHARES = st.sampled_from([0.0, 0.3, 1.0])  # of pairs of source rank and expert that use the preferred copy alone
 IDENTITY = Fingerprint(
     model="test", architecture_hash="a", tokenizer_hash="b", num_layers=2, num_experts=4, top_k=2, vocab_size=9
 )
 
 
-def placed(seed: int, sizes: tuple[int, int], rule: str) -> tuple[Placement, Topology, np.random.Generator]:
-    """A random placement with two layers, at most four copies of an expert and a preferred one for every source."""
+def placed(seed: int, sizes: tuple[int, int], rule: str, fixed: float = 0.0):
+    """(placement, topology, rng): at random, with two layers, up to four copies of an expert, a preferred one for every
+    source, and a share `fixed` of the pairs of source and expert that use no other.
+    """
     rng, (ep_size, nodes) = np.random.default_rng(seed), sizes
     topology = Topology(ep_size=ep_size, num_nodes=nodes)
     bare = random_placement(rng, ep_size, per_rank=4)
@@ -45,6 +48,7 @@ def placed(seed: int, sizes: tuple[int, int], rule: str) -> tuple[Placement, Top
         ep_size=ep_size,
         static_dispatch=table.astype(np.int16),
         copy_choice=rule,
+        fixed_copies=rng.random(table.shape) < fixed if fixed else None,
     )
     return placement, topology, rng
 
@@ -83,9 +87,9 @@ def test_ranks_that_are_reached_anyway_compute_what_they_hold():
     assert CopyChoice(preferred).ranks(np.array([[2, 4, 5]]), home).tolist() == [[2, 1, 3]]
 
 
-@given(st.integers(0, 9999), SIZES)
-def test_cover_agrees_with_loops(seed, sizes):
-    placement, topology, rng = placed(seed, sizes, "cover")
+@given(st.integers(0, 9999), SIZES, SHARES)
+def test_cover_agrees_with_loops(seed, sizes, fixed):
+    placement, topology, rng = placed(seed, sizes, "cover", fixed)
     experts, home = tokens(rng, placement, 20)
     for l, rule in enumerate(copy_choice(placement, topology)):
         expected = [
@@ -110,9 +114,9 @@ def test_no_token_reaches_more_ranks_than_by_the_static_rule_in_the_mean(seed, s
         assert cover.rows.sum() <= before.rows.sum()
 
 
-@given(st.integers(0, 9999), SIZES, st.sampled_from(["static", "cover"]))
-def test_engines_choose_the_same_copies_as_replay(seed, sizes, rule):
-    placement, topology, rng = placed(seed, sizes, rule)
+@given(st.integers(0, 9999), SIZES, st.sampled_from(["static", "cover"]), SHARES)
+def test_engines_choose_the_same_copies_as_replay(seed, sizes, rule, fixed):
+    placement, topology, rng = placed(seed, sizes, rule, fixed)
     experts, _ = tokens(rng, placement, 12)
     choice = copy_choice(placement, topology)
     for source in range(topology.ep_size):
@@ -127,12 +131,13 @@ def test_engines_choose_the_same_copies_as_replay(seed, sizes, rule):
             assert (held // placement.experts_per_rank == choice[l].ranks(experts, home)).all()
 
 
-@pytest.mark.parametrize("rule", ["static", "cover"])
-def test_of_two_copies_on_a_rank_the_first_is_used(rule):
+@pytest.mark.parametrize(("rule", "fixed"), [("static", False), ("cover", False), ("cover", True)])
+def test_of_two_copies_on_a_rank_the_first_is_used(rule, fixed):
     """Slots 0 to 3 on rank 0, 4 to 7 on rank 1: expert 1 is twice on rank 0, expert 2 twice on rank 1 and once on 0."""
     placement = Placement(
-        physical_to_logical_map=np.array([[0, 1, 1, 2, 3, 2, 2, 0]]), num_experts=4, ep_size=2, copy_choice=rule
-    )
+        physical_to_logical_map=np.array([[0, 1, 1, 2, 3, 2, 2, 0]]), num_experts=4, ep_size=2, copy_choice=rule,
+        fixed_copies=np.full((1, 2, 4), fixed),
+    )  # fmt: skip
     plan, ids = plan_of(placement, Topology(ep_size=2)), torch.tensor([[0, 1, 2, 3]])
     for source, physical in enumerate(([0, 1, 3, 4], [7, 1, 5, 4])):
         (copies,) = rank_copies(plan, source)

@@ -225,7 +225,7 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
             slices = np.bincount(own - d * topology.attn_tp_size, minlength=topology.attn_tp_size)
             assert slices.max() <= -(-len(own) // topology.attn_tp_size)
     costs = default_costs(topology, settings)
-    measured = cocluster._measure(layout, sample, topology, settings, costs)
+    measured = cocluster._measure(layout, sample, topology, settings, costs, 1.0)
     experts, choice = trace.expert_ids[rows, 1], np.tile(layout.primary, (4, 1))
     local, sent, _ = oracles.traffic(experts, home, choice)
     node = topology.node_of
@@ -237,7 +237,10 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
 def candidates(*layers):
     """Layouts that are told apart by their number, with (cost, load) each."""
     return [
-        [Measured(np.array([[i]]), np.array([[0]]), cost, load, np.array([0])) for i, (cost, load) in enumerate(layer)]
+        [
+            Measured(np.array([[i]]), np.array([[0]]), None, cost, load, np.array([0]))
+            for i, (cost, load) in enumerate(layer)
+        ]
         for layer in layers
     ]
 

@@ -34,7 +34,7 @@ CASES = {
 }
 
 
-UNPREFIXED = ("physical_to_logical_map", "static_dispatch", "profiled_requests", "surprise")
+UNPREFIXED = ("physical_to_logical_map", "static_dispatch", "fixed_copies", "profiled_requests", "surprise")
 
 
 @cache
@@ -60,6 +60,22 @@ def assert_same(one, other) -> None:
         np.testing.assert_array_equal(one, other)
     else:
         assert one == other
+
+
+def test_fixed_copies_are_kept_and_checked(tmp_path):
+    plan = make_plan("request map and scores")
+    for fixed in (np.ones((3, 4, 8), bool), None):
+        one = replace(plan, placement=replace(plan.placement, fixed_copies=fixed))
+        save_plan(one, tmp_path / "plan")
+        assert_same(asdict(load_plan(tmp_path / "plan")), asdict(one))
+    for wrong, message in [((3, 4, 7), "has shape"), ((3, 3, 8), "has shape")]:
+        with pytest.raises(ValueError, match=f"fixed_copies {message}"):
+            replace(plan.placement, fixed_copies=np.ones(wrong, bool))
+    save_plan(
+        replace(plan, placement=replace(plan.placement, fixed_copies=np.ones((3, 4, 8), bool))), tmp_path / "plan"
+    )
+    edit_arrays(tmp_path / "plan/plan.safetensors", fixed_copies=np.ones((3, 4, 8), np.uint8))
+    refuses(tmp_path / "plan", "fixed_copies has type uint8, expected bool")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -284,6 +300,7 @@ def test_tampered_request_tables_are_refused(tmp_path, changes, message):
         ({"tokens__lookback": 1 << 40}, "lookback must lie between 1 and 20, not 1099511627776"),
         ({"tokens__ordered": 0}, "tokens of kind paper-tables have missing or unknown numbers: ordered"),
         ({"static_dispatch": True}, "safetensors holds"),
+        ({"fixed_copies": True}, "safetensors holds"),
         ({"fingerprint__top_k": 0}, "top_k must lie between 1 and"),
         ({"fingerprint__num_groups": 3}, "3 gate groups do not divide 8 experts"),
         ({"fingerprint__vocab_size": 21}, "has shape"),

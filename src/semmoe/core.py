@@ -119,6 +119,8 @@ class Placement(Checked):
     # (L, G, E) int16: the rank whose copy each rank uses first; None: `copychoice.preferred_copies`
     static_dispatch: np.ndarray | None = None
     copy_choice: str = choice("static", ("static", "cover"))  # the rule: see `copychoice`
+    # (L, G, E) bool: experts of which each rank uses the preferred copy alone under the rule `cover`; None: of none
+    fixed_copies: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,6 +143,8 @@ class Placement(Checked):
             served = np.take_along_axis(self.hosts, self.static_dispatch.astype(np.int64), axis=1)
             if not served.all():
                 raise ValueError("static_dispatch sends an expert to a rank that does not host it")
+        if self.fixed_copies is not None:
+            check_shape("fixed_copies", self.fixed_copies, (layers, self.ep_size, self.num_experts))
 
     @property
     def experts_per_rank(self) -> int:

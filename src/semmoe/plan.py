@@ -34,6 +34,7 @@ class PlanHeader(BaseModel):
     tokens: dict[str, Any]  # the token policy's kind and its numbers
     requests: dict[str, Any]  # the request policy's kind and its numbers
     static_dispatch: bool
+    fixed_copies: bool = False
     copy_choice: str
     shuffle_from: int
     profiled_requests: bool
@@ -47,9 +48,10 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     path = Path(path)
     check_plan_output(path, force=True)
     arrays = {"physical_to_logical_map": plan.placement.physical_to_logical_map}
-    optional = {"static_dispatch": plan.placement.static_dispatch, "profiled_requests": plan.profiled_requests}
+    optional = {name: getattr(plan.placement, name) for name in ("static_dispatch", "fixed_copies")}
+    optional["profiled_requests"] = plan.profiled_requests
     arrays |= {name: array for name, array in optional.items() if array is not None}
-    stated: dict[str, Any] = {}
+    stated: dict[str, Any] = {name: array is not None for name, array in optional.items()}
     for what in KINDS:
         policy = getattr(plan, what)
         arrays |= {f"{what}.{name}": getattr(policy, name) for name in array_names(type(policy))}
@@ -60,10 +62,8 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         fingerprint=plan.fingerprint,
         settings=plan.settings,
         **stated,
-        static_dispatch=plan.placement.static_dispatch is not None,
         copy_choice=plan.placement.copy_choice,
         shuffle_from=plan.shuffle_from,
-        profiled_requests=plan.profiled_requests is not None,
         trace_hash=plan.trace_hash,
         expected=plan.expected,
     )
@@ -93,8 +93,7 @@ def load_plan(path: Path | str) -> Plan:
         raise ValueError(f"{path}: {error}") from None
     names = {f"{what}.{name}" for what, kind in kinds.items() for name in array_names(kind)}
     names |= {"physical_to_logical_map"}
-    names |= {"static_dispatch"} if header.static_dispatch else set()
-    names |= {"profiled_requests"} if header.profiled_requests else set()
+    names |= {name for name in ("static_dispatch", "fixed_copies", "profiled_requests") if getattr(header, name)}
     arrays = load_arrays(path / "plan.safetensors", names)
     try:
         return _plan(header, kinds, arrays)
@@ -130,6 +129,7 @@ def _plan(header: PlanHeader, kinds: dict[str, Any], arrays: dict[str, np.ndarra
         num_experts=f.num_experts,
         ep_size=topology.ep_size,
         static_dispatch=arrays.get("static_dispatch"),
+        fixed_copies=arrays.get("fixed_copies"),
         copy_choice=header.copy_choice,
     )
     return Plan(
@@ -172,6 +172,7 @@ def _check_arrays(arrays: dict[str, np.ndarray], declared: dict[str, Declared], 
     declared = declared | {
         "physical_to_logical_map": Declared((f.num_layers, *physical), np.int32, 0, f.num_experts - 1),
         "static_dispatch": Declared(dispatch, np.int16, 0, topology.ep_size - 1),
+        "fixed_copies": Declared(dispatch, np.bool_, 0, 1),
         "profiled_requests": Declared((profiled,), np.uint64, 0, (1 << 64) - 1),
     }
     for name, array in arrays.items():

@@ -17,7 +17,7 @@ import numpy as np
 
 from semmoe.core import DECODE, PREFILL, Placement
 from semmoe.costs.rows import mean_costs, pair_cost
-from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
+from semmoe.placement.copies import hosting_ranks, level, near_copies, primary_copy_choice
 from semmoe.placement.layers import LayerProblem, LayerSearch, Layout
 from semmoe.placement.loads import expected_load, total_cost
 from semmoe.placement.problem import Problem, Tokens, weighed_tokens
@@ -33,6 +33,8 @@ from semmoe.traces.split import draw_requests
 # Prices of load: of rough searches, relative to the highest price; of finer ones, relative to the price at which rough
 # layouts meet the limit, or to the least of theirs where the cheapest of them meet it.
 ROUGH_PRICES, FINER_PRICES, LOWER_PRICES = (0.6, 0.2, 1.0), (0.6, 1.0, 1.4), (0.05, 0.15, 0.5)
+# Price of load when copies are chosen, relative to the search's, since it is summed over ranks in place of the highest.
+LEVEL_SHARE = 0.5
 WARM_PRICE = 0.7  # of the one search that begins from a plan, relative to the highest price
 MEASURED_TOKENS, MEASURED_BATCHES = 1 << 16, 32
 FOLLOWED = 2  # searches with tokens at their predicted homes, at each price
@@ -45,6 +47,7 @@ class Measured:
 
     slots: np.ndarray  # (G, P / G)
     preferred: np.ndarray  # (G, E) int16: the rank whose copy of each expert each source rank uses first
+    fixed: np.ndarray | None  # (G, E) bool: experts of which each source rank uses that copy alone
     cost: float  # per token, moves included
     load: float  # max/mean expected for a batch of other requests
     primary: np.ndarray  # (E,), of the layout
@@ -134,7 +137,8 @@ class _Layers:
         self.open[layer] = search, self._sample(layer)
         labels = None if self.start is None else self.start[layer]
         found = search.rough(prices, labels, self._in_time())
-        measured = self._measure(layer, found + self._as_they_are(layer))
+        as_they_are = self._as_they_are(layer)
+        measured = self._measure(layer, found + as_they_are, prices + prices[:1] * len(as_they_are))
         self.problem.progress(0.5 if self.before is None else 1.0)
         return measured
 
@@ -149,7 +153,7 @@ class _Layers:
         """End the search of a layer."""
         search, sample = self.open[layer]
         follows, in_time = sample.expected is not None and search.problem.redundant > 0, self._in_time()
-        found = self._measure(layer, search.finer(prices, in_time))
+        found = self._measure(layer, search.finer(prices, in_time), prices)
         if follows and found:
             found += [one for price in prices for one in self._followed(layer, found, price, in_time)]
         del self.open[layer]
@@ -165,16 +169,19 @@ class _Layers:
                 break
             home = _homes(best.slots, sample, self.problem.topology, self.settings.batch_tokens)
             layout = search.follow(best.slots, best.primary, replace(sample.tokens, group=home), price)
-            out += self._measure(layer, [layout])
+            out += self._measure(layer, [layout], [price])
             if out[-1].total(price) >= best.total(price):
                 break
             best = out[-1]
         return out
 
-    def _measure(self, layer: int, layouts: list[Layout]) -> list[Measured]:
-        sample = self.open[layer][1]
-        distinct = {id(one): one for one in layouts}.values()  # one layout may be the best at several prices
-        return [_measure(one, sample, self.problem.topology, self.settings, self.costs) for one in distinct]
+    def _measure(self, layer: int, layouts: list[Layout], load_prices: list[float]) -> list[Measured]:
+        """Measure layouts at the prices of load at which they were found; fewer layouts if the time has ended."""
+        sample, copies = self.open[layer][1], self.problem.settings.redundant_experts > 0
+        # one layout may be the best at several prices, at which it has other copy choices
+        distinct = {(id(one), price * copies): (one, price) for one, price in zip(layouts, load_prices, strict=False)}
+        topology, settings, costs = self.problem.topology, self.settings, self.costs
+        return [_measure(one, sample, topology, settings, costs, price) for one, price in distinct.values()]
 
 
 def place(
@@ -207,7 +214,14 @@ def place(
         ep_size=ranks,
         static_dispatch=np.stack([layout.preferred for layout in chosen]),
         copy_choice=layers.settings.copy_choice if redundant > 0 else "static",
+        fixed_copies=_fixed_copies(chosen),
     )
+
+
+def _fixed_copies(chosen: list[Measured]) -> np.ndarray | None:
+    """(L, G, E) bool: the fixed copies of all layers; None if no layer has any."""
+    fixed = [np.zeros(one.preferred.shape, bool) if one.fixed is None else one.fixed for one in chosen]
+    return np.stack(fixed) if any(one.any() for one in fixed) else None
 
 
 def _search(layers: _Layers, num_layers: int) -> list[Measured]:
@@ -236,26 +250,28 @@ def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
     return out
 
 
-def _measure(layout: Layout, sample: Sample, topology: Topology, settings: CoclusterSettings, costs) -> Measured:
+def _measure(
+    layout: Layout, sample: Sample, topology: Topology, settings: CoclusterSettings, costs, load_price: float
+) -> Measured:
     """Measure a layout: assign tokens to homes as online, level the load by the copy choice, and compute the cost."""
     tokens, phase = sample.tokens, sample.tokens.phase
     home = _homes(layout.slots, sample, topology, settings.batch_tokens)
     node_of, number = topology.node_of, layout.primary.shape[-1]
-    copies = nearest_copies(layout.slots, number, node_of)
-    preferred, redundant = primary_copy_choice(copies, layout.primary), layout.slots.size > number
-    if redundant and layout.primary.ndim == 1:
-        load_price = LOAD_PRICE if settings.load_limit else 0.0
-        preferred = level(tokens, home, preferred, copies, node_of, mean_costs(costs, phase), load_price)
-    rule = CopyChoice(preferred.astype(np.int16))
+    copies = hosting_ranks(layout.slots, number)
+    near, redundant = near_copies(copies, node_of), layout.slots.size > number
+    rule = CopyChoice(primary_copy_choice(near, layout.primary))
     if redundant and settings.copy_choice == "cover":
-        rule = CopyChoice(rule.preferred, hosting_ranks(layout.slots, number), node_of)
+        rule = CopyChoice(rule.preferred, copies, node_of)
+    if redundant:
+        rule = level(tokens, home, rule, near, node_of, mean_costs(costs, phase), LEVEL_SHARE * load_price)
     targets = rule.ranks(tokens.expert_ids, home)
     cost = 0.0
     for code, one in zip((PREFILL, DECODE), costs, strict=True):
         rows = sample.charged & (phase == code)
         cost += total_cost(one, targets[rows], home[rows], node_of)
     load = expected_load(tokens, home, targets, number, topology.ep_size, settings.batch_tokens)
-    return Measured(layout.slots, rule.preferred, cost / sample.charged.sum() + layout.move_cost, load, layout.primary)
+    cost = cost / sample.charged.sum() + layout.move_cost
+    return Measured(layout.slots, rule.preferred, rule.fixed, cost, load, layout.primary)
 
 
 def _homes(slots: np.ndarray, sample: Sample, topology: Topology, batch_tokens: int) -> np.ndarray:

@@ -79,11 +79,11 @@ def rank_copies(plan: Plan, source: int) -> list[RankCopies]:
     preferred = preferred_copies(placement, topology)[:, source]  # (L, E)
     physical = placement.logical_to_physical_map  # (L, E, X)
     ranks = placement.ranks_with_copies
-    if placement.copy_choice == "static":
-        allowed = ranks == preferred[..., None]
-        allowed &= np.cumsum(allowed, axis=2) == 1  # the first of two copies on a rank
-    else:
-        allowed = nearest_copies(ranks, source, topology.node_of)
+    only = preferred  # of copies on one rank the first
+    if placement.copy_choice != "static":
+        fixed = False if placement.fixed_copies is None else placement.fixed_copies[:, source]
+        only = np.where(fixed, preferred, np.int16(-1))
+    allowed = nearest_copies(ranks, source, topology.node_of, only)
     most = int(allowed.sum(axis=2).max())
     first = np.argsort(~allowed, axis=2, kind="stable")[..., :most]
     kept, ranks, physical = (np.take_along_axis(array, first, axis=2) for array in (allowed, ranks, physical))

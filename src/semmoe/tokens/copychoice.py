@@ -6,10 +6,11 @@ rules, pure functions of a token's experts and its rank:
     static  one copy per source rank and expert, the preferred one, as SGLang's static dispatch does
     cover   few ranks per token: ranks that it reaches anyway, for experts with one nearest copy, compute all that they
             hold copies of; then, until every expert has a rank, the rank with most of the experts that have none.
-            Preferred copies decide ties, then the distance from the source rank, upwards and around
+            Preferred copies decide ties, then the distance from the source rank, upwards and around. A plan may fix
+            an expert's copy for a source rank, where other copies are on a rank with too much load
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class CopyChoice:
     preferred: np.ndarray  # (G, E) int16: the rank whose copy each source rank uses first
     copies: np.ndarray | None = None  # (E, X) int16: the ranks with copies, padded with -1; None: the rule is static
     node_of: np.ndarray | None = None  # (G,) the node of each rank, for the rule `cover`
+    fixed: np.ndarray | None = None  # (G, E) bool: experts of which a source rank uses the preferred copy alone
 
     def ranks(self, expert_ids: np.ndarray, home: np.ndarray) -> np.ndarray:
         """(B, K) int16: the rank that computes each pair of tokens with experts (B, K) on ranks home (B,)."""
@@ -33,8 +35,10 @@ class CopyChoice:
         out = np.empty(expert_ids.shape, np.int16)
         for source in np.unique(home):
             rows = home == source
-            near = np.where(nearest_copies(self.copies, source, self.node_of), self.copies, np.int16(-1))
-            copies = near, near.astype(np.int32), self.preferred[source]  # here a copy's id is its rank
+            preferred = self.preferred[source]
+            only = None if self.fixed is None else np.where(self.fixed[source], preferred, -1)
+            near = np.where(nearest_copies(self.copies, source, self.node_of, only), self.copies, np.int16(-1))
+            copies = near, near.astype(np.int32), preferred  # here a copy's id is its rank
             out[rows] = cover(expert_ids[rows].astype(np.int64), copies, int(source), len(self.preferred))
         return out
 
@@ -45,7 +49,10 @@ def copy_choice(placement: Placement, topology: Topology) -> list[CopyChoice]:
     if placement.copy_choice == "static":
         return [CopyChoice(table) for table in preferred]
     ranks = placement.ranks_with_copies.astype(np.int16)
-    return [CopyChoice(*layer, topology.node_of) for layer in zip(preferred, ranks, strict=True)]
+    rules = [CopyChoice(*layer, topology.node_of) for layer in zip(preferred, ranks, strict=True)]
+    if placement.fixed_copies is None:
+        return rules
+    return [replace(rule, fixed=fixed) for rule, fixed in zip(rules, placement.fixed_copies, strict=True)]
 
 
 def preferred_copies(placement: Placement, topology: Topology) -> np.ndarray:
@@ -77,13 +84,17 @@ def preferred_copies(placement: Placement, topology: Topology) -> np.ndarray:
     return out
 
 
-def nearest_copies(ranks: np.ndarray, source: int, node_of: np.ndarray) -> np.ndarray:
-    """(..., X) bool: of the ranks with copies (..., X), ascending and padded with -1, those nearest to the source."""
+def nearest_copies(ranks: np.ndarray, source: int, node_of: np.ndarray, only: np.ndarray | None = None) -> np.ndarray:
+    """(..., X) bool: of the ranks with copies (..., X), ascending and padded with -1, those nearest to the source.
+
+    only (...): the one rank whose copy of an expert is used, -1 for any of the nearest.
+    """
     real = ranks >= 0
     real[..., 1:] &= ranks[..., 1:] != ranks[..., :-1]
     own, same_node = real & (ranks == source), real & (node_of[ranks] == node_of[source])
     near = np.where(same_node.any(axis=-1, keepdims=True), same_node, real)
-    return np.where(own.any(axis=-1, keepdims=True), own, near)
+    near = np.where(own.any(axis=-1, keepdims=True), own, near)
+    return near if only is None else np.where(only[..., None] >= 0, real & (ranks == only[..., None]), near)
 
 
 @njit(nogil=True)
@@ -92,45 +103,55 @@ def cover(expert_ids, copies, source, num_ranks):
 
     copies: ranks (E, X) and physical ids (E, X) of the nearest ones, padded with -1; the preferred rank (E,).
     """
-    ranks, physical, preferred = copies
     B, K = expert_ids.shape
-    ids = np.full((B, K), -1, np.int64)
-    held = np.empty((K, num_ranks), np.int64)  # physical id of each rank's copy of each of a token's experts, or -1
-    reached = np.empty(num_ranks, np.bool_)
+    ids = np.empty((B, K), np.int64)
+    held, reached = np.empty((K, num_ranks), np.int64), np.empty(num_ranks, np.bool_)
     for t in range(B):
-        held[:] = -1
-        reached[:] = False
-        # an expert with one nearest copy is computed there, so that the token reaches this rank anyway
-        for i in range(K):
-            e, number = expert_ids[t, i], 0
-            rank = -1
-            for x in range(ranks.shape[1] if e >= 0 else 0):
-                if ranks[e, x] >= 0:
-                    rank = ranks[e, x]
-                    held[i, rank] = physical[e, x]
-                    number += 1
-            if number == 1:
-                ids[t, i] = held[i, rank]
-                reached[rank] = True
-        # other experts on ranks that are reached: on the preferred one, else on the first from the source upwards
-        votes = 0
-        for i in range(K):
-            for away in range(num_ranks if ids[t, i] < 0 else 0):
-                r = (source + away) % num_ranks
-                if reached[r] and held[i, r] >= 0 and (ids[t, i] < 0 or preferred[expert_ids[t, i]] == r):
-                    ids[t, i] = held[i, r]
-            votes += ids[t, i] < 0
-        # then the rank with most experts that have none, until all have; of equals that with most preferred copies
-        while votes > 0:
-            votes, best = 0, 0
-            for away in range(num_ranks):
-                r, own = (source + away) % num_ranks, 0
-                for i in range(K):
-                    if ids[t, i] < 0 and held[i, r] >= 0:
-                        own += K + 1 + (preferred[expert_ids[t, i]] == r)
-                if own > votes:
-                    votes, best = own, r
-            for i in range(K):
-                if ids[t, i] < 0:
-                    ids[t, i] = held[i, best]
+        cover_token(expert_ids[t], copies, source, held, reached, ids[t])
     return ids
+
+
+@njit(nogil=True)
+def cover_token(experts, copies, source, held, reached, ids):
+    """Choose physical ids (K,) for the experts (K,) of one token: see `cover`.
+
+    Room to work in: held (K, G), the physical id of each rank's copy of each expert, or -1; reached (G,) bool.
+    """
+    ranks, physical, preferred = copies
+    K, num_ranks = held.shape
+    ids[:] = -1
+    held[:] = -1
+    reached[:] = False
+    # an expert with one nearest copy is computed there, so that the token reaches this rank anyway
+    for i in range(K):
+        e, number = experts[i], 0
+        rank = -1
+        for x in range(ranks.shape[1] if e >= 0 else 0):
+            if ranks[e, x] >= 0:
+                rank = ranks[e, x]
+                held[i, rank] = physical[e, x]
+                number += 1
+        if number == 1:
+            ids[i] = held[i, rank]
+            reached[rank] = True
+    # other experts on ranks that are reached: on the preferred one, else on the first from the source upwards
+    votes = 0
+    for i in range(K):
+        for away in range(num_ranks if ids[i] < 0 else 0):
+            r = (source + away) % num_ranks
+            if reached[r] and held[i, r] >= 0 and (ids[i] < 0 or preferred[experts[i]] == r):
+                ids[i] = held[i, r]
+        votes += ids[i] < 0
+    # then the rank with most experts that have none, until all have; of equals that with most preferred copies
+    while votes > 0:
+        votes, best = 0, 0
+        for away in range(num_ranks):
+            r, own = (source + away) % num_ranks, 0
+            for i in range(K):
+                if ids[i] < 0 and held[i, r] >= 0:
+                    own += K + 1 + (preferred[experts[i]] == r)
+            if own > votes:
+                votes, best = own, r
+        for i in range(K):
+            if ids[i] < 0:
+                ids[i] = held[i, best]
