@@ -89,7 +89,7 @@ def slices_kernel(
     )  # fmt: skip
     picked = assign_tile(tile, inside, valid, columns, columns < slices, size, WIDTH)
     if WHOLE:
-        own = valid[:, None] & (picked[:, None] == columns[None, :])
+        own = picked[:, None] == columns[None, :]
         before = tl.sum(tl.where(own, tl.cumsum(own.to(tl.int32), 0), 0), 1) - 1  # rows of the slice that come first
         place = picked * size + before
         tl.store(inverse + t, place.to(tl.int64), mask=valid)
@@ -102,24 +102,24 @@ def slices_kernel(
 
 @triton.jit
 def assign_tile(tile, inside, valid, columns, real, size, WIDTH: tl.constexpr):
-    """(BLOCK,) the slice of each row by `semmoe.tokens.kernels.assign`; real (WIDTH,): columns that are slices."""
+    """(BLOCK,) slices by `semmoe.tokens.kernels.assign`, WIDTH for no row; real (WIDTH,): columns that are slices."""
     number = tl.sum(valid.to(tl.int32), 0)
     prices, step = _first(tile, inside, real, number)
     kept, least = prices, number + 1
     i = 0
     while (i <= _PRICE_STEPS) & (least > 0):
-        pick, _best = _choose(tile, prices, real, columns, WIDTH)
-        counts = _counts(pick, valid, columns)
+        pick = tl.where(valid, _choose(tile, prices, real, columns, WIDTH)[0], WIDTH)
+        counts = _counts(pick, columns)
         kept, least, prices, step = _turn(kept, least, prices, step, counts, size, real)
         i += 1
-    pick, best = _choose(tile, kept, real, columns, WIDTH)
-    counts = _counts(pick, valid, columns)
+    pick = tl.where(valid, _choose(tile, kept, real, columns, WIDTH)[0], WIDTH)
+    counts = _counts(pick, columns)
     while tl.sum(tl.maximum(counts - size, 0), 0) > 0:
         target, value = _choose(tile, kept, real & (counts < size), columns, WIDTH)
-        here = valid[:, None] & (pick[:, None] == columns[None, :])
-        moves = _least(here, _bucket(best - value), tl.maximum(counts - size, 0))
-        pick, best = tl.where(moves, target, pick), tl.where(moves, value, best)
-        counts = _counts(pick, valid, columns)
+        here = pick[:, None] == columns[None, :]
+        best = tl.sum(tl.where(here, tile - kept[None, :], 0), 1)  # computed again: to keep it, registers would spill
+        pick = tl.where(_least(here, _bucket(best - value), tl.maximum(counts - size, 0)), target, pick)
+        counts = _counts(pick, columns)
     return pick
 
 
@@ -144,9 +144,9 @@ def _turn(kept, least, prices, step, counts, size, real):
 
 
 @triton.jit
-def _counts(pick, valid, columns):
+def _counts(pick, columns):
     """(WIDTH,) tokens of each slice."""
-    return tl.sum((valid[:, None] & (pick[:, None] == columns[None, :])).to(tl.int32), 0)
+    return tl.sum((pick[:, None] == columns[None, :]).to(tl.int32), 0)
 
 
 @triton.jit
