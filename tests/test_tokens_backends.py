@@ -187,7 +187,7 @@ def interpreted() -> None:
     for seed in range(6):
         check_slices(on_gpu, seed)
     for kind in KINDS:
-        for tokens, slices in ((1, 1), (7, 1), (3, 8), (50, 3), (129, 8), (520, 8), (1100, 17)):
+        for tokens, slices in ((1, 1), (7, 1), (3, 8), (50, 3), (129, 8), (140, 12), (520, 8), (1100, 17)):
             check_assign(on_gpu, kind, tokens, slices)
 
 

@@ -12,14 +12,13 @@ from torch import Tensor
 from semmoe.runtime.kernels.argsort import order_of_real
 from semmoe.runtime.kernels.scores import score_tile
 from semmoe.runtime.tables import Rows, ScoreTables, States
-from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_STEPS, STEP_DECAY, num_chunks
+from semmoe.tokens.kernels import BUCKETS, FEW_SLICES, FINE_BITS, LOWEST, PRICING, num_chunks
 
 WARP_TILE = 128, 512  # scores for a warp: at least, up to eight warps of a program, and where it has more
 
 _LOWEST, _BUCKETS = tl.constexpr(LOWEST), tl.constexpr(BUCKETS)
 _BUCKET_BITS = tl.constexpr(BUCKETS.bit_length() - 1)
-_FIRST_STEP, _STEP_DECAY = tl.constexpr(FIRST_STEP), tl.constexpr(STEP_DECAY)
-_PRICE_STEPS = tl.constexpr(PRICE_STEPS)
+_FEW_SLICES, _PRICING = tl.constexpr(FEW_SLICES), tl.constexpr(PRICING)
 _FINE_BITS, _COARSE = tl.constexpr(FINE_BITS), tl.constexpr(2 << FINE_BITS)
 
 
@@ -104,13 +103,14 @@ def slices_kernel(
 def assign_tile(tile, inside, valid, columns, real, size, WIDTH: tl.constexpr):
     """(BLOCK,) slices by `semmoe.tokens.kernels.assign`, WIDTH for no row; real (WIDTH,): columns that are slices."""
     number = tl.sum(valid.to(tl.int32), 0)
-    prices, step = _first(tile, inside, real, number)
+    pricing: tl.constexpr = _PRICING[WIDTH > _FEW_SLICES]
+    prices, step = _first(tile, inside, real, number, pricing[1])
     kept, least = prices, number + 1
     i = 0
-    while (i <= _PRICE_STEPS) & (least > 0):
+    while (i <= pricing[0]) & (least > 0):
         pick = tl.where(valid, _choose(tile, prices, real, columns, WIDTH)[0], WIDTH)
         counts = _counts(pick, columns)
-        kept, least, prices, step = _turn(kept, least, prices, step, counts, size, real)
+        kept, least, prices, step = _turn(kept, least, prices, step, counts, size, real, pricing[2])
         i += 1
     pick = tl.where(valid, _choose(tile, kept, real, columns, WIDTH)[0], WIDTH)
     counts = _counts(pick, columns)
@@ -124,23 +124,23 @@ def assign_tile(tile, inside, valid, columns, real, size, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _first(tile, inside, real, number):
+def _first(tile, inside, real, number, first_step):
     """Prices start at a slice's mean score above the lowest slice's; the first step follows from the mean spread."""
     high, low = tl.max(tl.where(inside, tile, _LOWEST), 1), tl.min(tl.where(inside, tile, -(_LOWEST + 1)), 1)
     spread = tl.sum(tl.maximum(high.to(tl.int64) - low, 0), 0)  # below 0 in rows that are not there
     totals = tl.sum(tl.where(inside, tile, 0).to(tl.int64), 0)
     lowest = tl.min(tl.where(real, totals, 0x7FFFFFFFFFFFFFFF), 0)
     prices = tl.where(real, (totals - lowest) // number, 0).to(tl.int32)
-    return prices, spread * _FIRST_STEP // (64 * number.to(tl.int64))
+    return prices, spread * first_step // (64 * number.to(tl.int64))
 
 
 @triton.jit
-def _turn(kept, least, prices, step, counts, size, real):
+def _turn(kept, least, prices, step, counts, size, real, decay):
     """The prices that overfill slices least are kept; they rise where it is too full, by less every time."""
     over = tl.sum(tl.maximum(counts - size, 0), 0)
     kept = tl.where(over <= least, prices, kept)
     prices += tl.where(real, counts.to(tl.int64) * step // size - step, 0).to(tl.int32)
-    return kept, tl.minimum(over, least), prices, step * _STEP_DECAY // 64
+    return kept, tl.minimum(over, least), prices, step * decay // 64
 
 
 @triton.jit
