@@ -1,6 +1,6 @@
 """Time and quality of predicting tokens' ranks and assigning them to equal slices, on one core.
 
-    NUMBA_NUM_THREADS=1 python benchmarks/bench_assign.py [TRACE] [--tokens 1024] [--calls 300] [--seed 0]
+    NUMBA_NUM_THREADS=1 python benchmarks/bench_assign.py [TRACE] [--tokens 1024] [--slices 8] [--calls 300] [--seed 0]
 
 Without a trace, synthetic tables of two shapes serve; with one, the path predictor is fitted on a fifth of its requests
 and tokens of the others are scored. Prints configuration, bounds, a table of median microseconds with the share of the
@@ -64,7 +64,7 @@ def synthetic(tokens: int, seed: int) -> Iterator[Case]:
         yield name, tables, ranks, (0, 0, ranks, rng.integers(0, vocabulary, tokens), earlier, history)
 
 
-def traced(trace: RoutingTrace, tokens: int, seed: int, ranks: int = 8) -> Iterator[Case]:
+def traced(trace: RoutingTrace, tokens: int, seed: int, ranks: int) -> Iterator[Case]:
     profile, evaluation = split(trace, 0.2, seed)
     f, rng = trace.fingerprint, np.random.default_rng(seed)
     labels = np.tile(np.repeat(np.arange(ranks), f.num_experts // ranks), (f.num_layers, 1))
@@ -147,10 +147,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", nargs="?", type=Path)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--slices", type=int, default=8, help="of a trace's tokens")
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
-    cases = traced(open_trace(a.trace), a.tokens, a.seed) if a.trace else synthetic(a.tokens, a.seed)
+    cases = traced(open_trace(a.trace), a.tokens, a.seed, a.slices) if a.trace else synthetic(a.tokens, a.seed)
     print(f"{a.tokens} tokens, history given, medians of {a.calls} calls; {platform.machine()}, one thread")
     results = []
     for case in cases:
@@ -163,7 +164,17 @@ def main() -> None:
     scorer = score_prompts(a.calls, a.seed)
     print("Scorer, 1,000 ids of 150,000, 8 ranks: " + ", ".join(f"{name} {us:.1f}" for name, us in scorer.items()))
     print(
-        "\n" + json.dumps({"scorer": scorer, "tokens": a.tokens, "calls": a.calls, "seed": a.seed, "results": results})
+        "\n"
+        + json.dumps(
+            {
+                "scorer": scorer,
+                "tokens": a.tokens,
+                "slices": a.slices,
+                "calls": a.calls,
+                "seed": a.seed,
+                "results": results,
+            }
+        )
     )
 
 

@@ -3,10 +3,10 @@
     python benchmarks/prove_kernels.py [--tokens 1 64 512 8192] [--out FILE]
 
 Every kernel is compiled for sm_80, sm_90, sm_100 and gfx942 with the constants of DeepSeek-V3's shapes (hidden 7168,
-top-8 of 256 experts, 8 ranks, 3 layers of history). Registers are a thread's and shared memory a block's, as ptxas and
-LLVM report them, and with them what a thread keeps on its stack for want of registers: more than 64 bytes are an exit
-code of 1. Then every kernel runs in Triton's interpreter
-at these shapes, against its reference in plain torch or numba, bit for bit (tests/test_kernels_at_real_shapes.py). What
+top-8 of 256 experts, 8 ranks, 3 layers of history), and the assignment to slices also for 16. Registers are a thread's
+and shared memory a block's, as ptxas and LLVM report them, and with them the bytes that a thread spills to its stack:
+more than 64 are an exit code of 1. Then every kernel runs in Triton's interpreter at these shapes,
+against its reference in plain torch or numba, bit for bit (tests/test_kernels_at_real_shapes.py). What
 is left for a GPU: its own compiler driver, its memory model, and speed (benchmarks/bench_kernels.py).
 """
 
@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,11 @@ class Kernel:
     numbers: tuple[str, ...]
     constants: dict[str, Any]
     warps: int = 4
+    variant: str = ""
 
     @property
     def name(self) -> str:
-        return self.function.__name__
+        return f"{self.function.__name__} {self.variant}".strip()
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ def kernels() -> Iterator[Kernel]:
     held |= {"totals": "*i64", "real": "*i64"}
     sizes = ("number", "top_k", "source", "num_ranks", "per_rank", "width")
     block = {"BLOCK": copies.TILE // 64, "EXPERTS": 8, "RANKS": 8, "NODES": 1}
-    for width in (0, 1, 2):  # rows are counted; ids are looked up; copies are chosen
-        yield Kernel(copies.place_kernel, held, sizes, {"COPIES": width, "COUNT": True, "BOUND": True, **block})
+    for width, variant in enumerate(("counts", "looks up", "chooses")):
+        constants = {"COPIES": width, "COUNT": True, "BOUND": True, **block}
+        yield Kernel(copies.place_kernel, held, sizes, constants, variant=variant)
     block = {"BLOCK": history.TILE // 8, "WIDTH": 8}
     states = {"running": "*i32", "previous": "*i32", "slots": "*i64"}
     given = {"out": "*bf16", "rows": "*bf16", "inverse": "*i64", "routed": "*u8", "expert_ids": "*u8", "real": "*i1"}
@@ -89,9 +92,10 @@ def kernels() -> Iterator[Kernel]:
     yield Kernel(scores.look_up_kernel, looked, (*NUMBERS, "last", "rows"), {"BLOCK": scores.SCORE_BLOCK, "WIDTH": 8})
     paths = {"pick": "*i16", "looked_up": "*i32", "path_scores": "*i16", "routed": "*u8", "mean": "*i16"}
     looks = {"LAYERS": 3, "ORDERED": 1, "EXPERTS": 256, "BLOCK": CHUNK}
-    for whole in (True, False):
+    for slices, whole in product((8, 16), (True, False)):
         yield Kernel(assign.slices_kernel, {**outs, **paths, **states, "decoding": "*i1"}, (*NUMBERS, "layer", "top_k"),
-                     {**looks, "WIDTH": 8, "WHOLE": whole}, warps=8)  # fmt: skip
+                     {**looks, "WIDTH": slices, "WHOLE": whole}, warps=slices,  # as `assign.slices` launches them
+                     variant=f"{slices}, {'whole' if whole else 'chunks'}")  # fmt: skip
 
 
 def compile_for(kernel: Kernel, target: str) -> Resources:
@@ -122,12 +126,12 @@ def of_amd(assembly: str) -> tuple[int, int]:
 
 
 def show(found: list[Resources]) -> None:
-    print(f"  {'kernel':24}{'warps':>6}" + "".join(f"{target:>26}" for target in TARGETS))
-    print(" " * 32 + "".join(f"{'registers, stack, shared':>26}" for _ in TARGETS))
+    print(f"  {'kernel':32}{'warps':>6}" + "".join(f"{target:>26}" for target in TARGETS))
+    print(" " * 40 + "".join(f"{'registers, stack, shared':>26}" for _ in TARGETS))
     for name in dict.fromkeys(r.kernel for r in found):
         own = {r.target: r for r in found if r.kernel == name}
         cells = [f"{r.registers}, {r.spilled}, {r.shared} B" for r in own.values()]
-        print(f"  {name:24}{next(iter(own.values())).warps:6}" + "".join(f"{cell:>26}" for cell in cells))
+        print(f"  {name:32}{next(iter(own.values())).warps:6}" + "".join(f"{cell:>26}" for cell in cells))
 
 
 def agree(tokens: list[int]) -> bool:

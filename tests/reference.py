@@ -18,14 +18,13 @@ from semmoe.runtime.rows import sum_in_order
 from semmoe.runtime.tables import Rows, ScoreTables, States, Turns
 from semmoe.tokens.kernels import (
     BUCKETS,
+    FEW_SLICES,
     FINE_BITS,
-    FIRST_STEP,
     FRACTION,
     LOWEST,
-    PRICE_STEPS,
+    PRICING,
     RUNNING_LIMIT,
     RUNNING_PRIOR,
-    STEP_DECAY,
     chunks,
 )
 from semmoe.tokens.slices import slice_size
@@ -247,16 +246,17 @@ def assign(scores: Tensor) -> Tensor:
 def _assign(scores: Tensor) -> Tensor:
     tokens, slices = scores.shape
     size = -(-tokens // slices)
+    steps, first_step, decay = PRICING[slices > FEW_SLICES]
     scores = scores.long()
-    prices, step = _start(scores)
+    prices, step = _start(scores, first_step)
     kept, least = prices, torch.full_like(step, tokens + 1)
-    for _ in range(PRICE_STEPS + 1):
+    for _ in range(steps + 1):
         counts = _counts(_choose(scores - prices)[0], slices)
         over = (counts - size).clamp(min=0).sum()
         better = (over <= least) & (least > 0)  # the numba loop ends where all fits
         kept, least = torch.where(better, prices, kept), torch.where(better, over, least)
         prices = prices + torch.div(counts * step, size, rounding_mode="floor") - step
-        step = step * STEP_DECAY // 64
+        step = step * decay // 64
     values = scores - kept
     pick = _choose(values)[0]
     for _ in range(slices):
@@ -264,11 +264,11 @@ def _assign(scores: Tensor) -> Tensor:
     return pick.to(torch.int16)
 
 
-def _start(scores: Tensor) -> tuple[Tensor, Tensor]:
+def _start(scores: Tensor, first_step: int) -> tuple[Tensor, Tensor]:
     """Initial prices (S,) and the first step, a scalar tensor."""
     totals, tokens = scores.sum(0), len(scores)
     spread = (scores.amax(1) - scores.amin(1)).sum()
-    return (totals - totals.min()) // tokens, spread * FIRST_STEP // (64 * tokens)
+    return (totals - totals.min()) // tokens, spread * first_step // (64 * tokens)
 
 
 def _choose(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """The kernels of histories against plain torch, bit for bit; Triton runs in its interpreter here."""
 
+import sys
+
 import numpy as np
 import oracles
 import pytest
@@ -32,8 +34,8 @@ def states_of(rng, layers: int, number: int, ranks: int) -> States:
     return States(*(torch.from_numpy(state) for state in (running, previous, seen)))
 
 
-def check_restore(kernels, shape, width: int = 37) -> None:
-    """Three tokens of each slot; padding may leave anything in its slot, and gets ids of 0."""
+def check_restore(kernels, shape, width: int = 37, turns: int = 3) -> None:
+    """Several tokens of each slot; padding may leave anything in its slot, and gets ids of 0."""
     rows, ranks, top_k, experts = shape
     rng, tables = np.random.default_rng(rows), tables_of(2, ranks, experts)
     slots = torch.from_numpy(rng.permutation(np.arange(1, rows + 100))[:rows])
@@ -41,7 +43,7 @@ def check_restore(kernels, shape, width: int = 37) -> None:
     batch = Rows(slots, slots, slots != 0, slots != 0, None)
     ours = states_of(rng, 2, rows + 100, ranks)
     theirs = States(*(state.clone() for state in ours))
-    for turn in range(3):
+    for turn in range(turns):
         hidden = torch.from_numpy(rng.standard_normal((rows, width))).to((torch.bfloat16, torch.float32)[turn % 2])
         ids = torch.from_numpy(rng.integers(0, experts, (rows, top_k)).astype(np.uint8))
         given = hidden, ids, torch.from_numpy(rng.permutation(rows)), 1
@@ -112,6 +114,19 @@ def test_triton_interpreted():
     interpret(__file__)
 
 
+LONG = {
+    "restored": lambda history, rows: check_restore(history, (rows, *SHAPES[-1][1:]), turns=2),
+    "prompts": lambda history, rows: check_in_turn(history, np.arange(rows) // 200 + 1, *SHAPES[-1][1:], layers=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [64, 512, 8192])
+@pytest.mark.parametrize("kind", LONG)
+def test_triton_interpreted_on_long_batches(kind, rows):
+    interpret(__file__, kind, str(rows))
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_triton_compiles(target):
     pytest.importorskip("triton", reason=NO_TRITON)
@@ -137,4 +152,7 @@ def test_triton_compiles(target):
 if __name__ == "__main__":
     from semmoe.runtime.kernels import history
 
-    check_all(history)
+    if sys.argv[1:]:
+        LONG[sys.argv[1]](history, int(sys.argv[2]))
+    else:
+        check_all(history)

@@ -1,5 +1,7 @@
 """The Triton kernel that gathers rows by index, against the specification, bit for bit."""
 
+import sys
+
 import pytest
 import torch
 from triton_runs import NO_TRITON, TARGETS, compiles, interpret
@@ -7,8 +9,9 @@ from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 DTYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64"}
 
 
-def test_triton_interpreted():
-    interpret(__file__)
+@pytest.mark.parametrize("rows", [1, 9, 64, 512, pytest.param(8192, marks=pytest.mark.slow)])
+def test_triton_interpreted(rows):
+    interpret(__file__, str(rows))
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -34,13 +37,16 @@ def check_rows_by_index(kernels, dtype: torch.dtype, tokens: int = 9, width: int
     assert torch.equal(both[1], kernels.gather_rows(others, index[1 : 1 + tokens // 2]))
 
 
-def interpreted() -> None:
+def interpreted(rows: int) -> None:
+    """All types and widths for few rows. Many rows take minutes, and test only the numbers of rows."""
     import semmoe.runtime.kernels.shuffle as kernels
 
-    kernels.COLUMNS = 16  # several programs a row
-    for dtype in DTYPES:
-        check_rows_by_index(kernels, dtype)
+    few = rows <= 64
+    kernels.COLUMNS = 16 if few else 64  # several programs a row
+    for dtype in DTYPES if few else (torch.bfloat16,):
+        for width in (1, 37) if few else (37,):
+            check_rows_by_index(kernels, dtype, rows, width)
 
 
 if __name__ == "__main__":
-    interpreted()
+    interpreted(int(sys.argv[1]))

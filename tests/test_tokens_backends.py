@@ -46,7 +46,7 @@ def score_case(seed: int, tokens: int = 45, ranks: int = 12, experts: int = 6, t
         history_scores=rng.integers(-9000, 9000, (layers, 2 * experts + 1, ranks)).astype(np.int16),
         lookback=lookback, ordered=ordered,
     )  # fmt: skip
-    first, slices = ((0, 12), (4, 8), (3, 5))[seed % 3]
+    first, slices = ((0, 12), (4, 8), (3, 5))[seed % 3] if ranks > 1 else (0, 1)
     tokens = -(-tokens // slices) * slices
     ids = rng.integers(-2, 24, tokens)
     earlier = rng.integers(0, experts, (lookback, tokens, top_k)).astype(np.uint8)
@@ -186,8 +186,10 @@ def interpreted() -> None:
 
     for seed in range(6):
         check_slices(on_gpu, seed)
+    for one in ({"tokens": 1}, {"ranks": 1}, {"top_k": 1}, {"tokens": 1, "ranks": 1, "top_k": 1, "experts": 1}):
+        check_slices(on_gpu, 2, **one)
     for kind in KINDS:
-        for tokens, slices in ((1, 1), (7, 1), (3, 8), (50, 3), (129, 8), (520, 8), (1100, 17)):
+        for tokens, slices in ((1, 1), (7, 1), (3, 8), (50, 3), (129, 8), (140, 12), (520, 8), (1100, 17)):
             check_assign(on_gpu, kind, tokens, slices)
 
 

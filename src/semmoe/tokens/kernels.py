@@ -12,9 +12,9 @@ SCALE = 2048  # table units per expected expert
 RUNNING_PRIOR, RUNNING_LIMIT = 8, 24  # tokens: initial weight of the running mean, and the maximum added to it
 FRACTION = 8  # fractional bits of the running mean, below a table unit
 CHUNK = 512  # tokens that are assigned together, on a GPU by one program
-PRICE_STEPS = 10
-# in 1/64: first price step, relative to the scores' spread, for a slice with twice its capacity; decay per step
-FIRST_STEP, STEP_DECAY = 16, 50
+# Price steps; in 1/64 the first, relative to the scores' spread, for a slice with twice its capacity, and the decay per
+# step. More slices than FEW_SLICES need the second triple, whose steps are more and finer.
+FEW_SLICES, PRICING = 8, ((10, 16, 50), (24, 12, 56))
 FINE_BITS, BUCKETS = 2, 128  # losses are ordered by buckets, 2**FINE_BITS buckets per octave
 LOWEST = -(1 << 31)
 
@@ -91,23 +91,24 @@ def chunks(num_tokens: int, num_slices: int) -> list[np.ndarray]:
 def assign(rows):
     tokens, slices = rows.shape
     size = max(-(-tokens // slices), 1)
-    scores, prices, step = _start(rows)
+    steps, first_step, decay = PRICING[int(slices > FEW_SLICES)]
+    scores, prices, step = _start(rows, first_step)
     pick, best = np.zeros(tokens, np.int16), np.empty(tokens, np.int32)
     counts, every = np.zeros(slices, np.int64), np.ones(slices, np.bool_)
     kept = prices.copy()  # the prices of the best round so far
     least = tokens + 1
-    for i in range(PRICE_STEPS + 1):
+    for i in range(steps + 1):
         _choose(scores, prices, every, pick, best)
         over = _count(pick, counts, size)
         if over <= least:
             least = over
             for s in range(slices):  # an assignment to the slice would take seconds to compile
                 kept[s] = prices[s]
-        if over == 0 or i == PRICE_STEPS:
+        if over == 0 or i == steps:
             break
         for s in range(slices):
             prices[s] += np.int32(counts[s] * step // size - step)
-        step = step * STEP_DECAY // 64
+        step = step * decay // 64
     if over != least:
         _choose(scores, kept, every, pick, best)
         _count(pick, counts, size)
@@ -119,7 +120,7 @@ def assign(rows):
 
 
 @njit(nogil=True)
-def _start(rows):
+def _start(rows, first_step):
     """Scores (S, B), initial prices (S,), which are mean scores above the lowest slice's, and the first price step."""
     tokens, slices = rows.shape
     scores, totals = np.empty((slices, tokens), np.int32), np.zeros(slices, np.int64)
@@ -141,7 +142,7 @@ def _start(rows):
     number, prices = max(tokens, 1), np.empty(slices, np.int32)
     for s in range(slices):
         prices[s] = np.int32((totals[s] - lowest) // number)
-    return scores, prices, spread * FIRST_STEP // (64 * number)
+    return scores, prices, spread * first_step // (64 * number)
 
 
 @njit(nogil=True)

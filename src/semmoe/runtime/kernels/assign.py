@@ -12,14 +12,13 @@ from torch import Tensor
 from semmoe.runtime.kernels.argsort import order_of_real
 from semmoe.runtime.kernels.scores import score_tile
 from semmoe.runtime.tables import Rows, ScoreTables, States
-from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_STEPS, STEP_DECAY, num_chunks
+from semmoe.tokens.kernels import BUCKETS, FEW_SLICES, FINE_BITS, LOWEST, PRICING, num_chunks
 
 WARP_TILE = 128, 512  # scores for a warp: at least, up to eight warps of a program, and where it has more
 
 _LOWEST, _BUCKETS = tl.constexpr(LOWEST), tl.constexpr(BUCKETS)
 _BUCKET_BITS = tl.constexpr(BUCKETS.bit_length() - 1)
-_FIRST_STEP, _STEP_DECAY = tl.constexpr(FIRST_STEP), tl.constexpr(STEP_DECAY)
-_PRICE_STEPS = tl.constexpr(PRICE_STEPS)
+_FEW_SLICES, _PRICING = tl.constexpr(FEW_SLICES), tl.constexpr(PRICING)
 _FINE_BITS, _COARSE = tl.constexpr(FINE_BITS), tl.constexpr(2 << FINE_BITS)
 
 
@@ -89,7 +88,7 @@ def slices_kernel(
     )  # fmt: skip
     picked = assign_tile(tile, inside, valid, columns, columns < slices, size, WIDTH)
     if WHOLE:
-        own = valid[:, None] & (picked[:, None] == columns[None, :])
+        own = picked[:, None] == columns[None, :]
         before = tl.sum(tl.where(own, tl.cumsum(own.to(tl.int32), 0), 0), 1) - 1  # rows of the slice that come first
         place = picked * size + before
         tl.store(inverse + t, place.to(tl.int64), mask=valid)
@@ -102,51 +101,52 @@ def slices_kernel(
 
 @triton.jit
 def assign_tile(tile, inside, valid, columns, real, size, WIDTH: tl.constexpr):
-    """(BLOCK,) the slice of each row by `semmoe.tokens.kernels.assign`; real (WIDTH,): columns that are slices."""
+    """(BLOCK,) slices by `semmoe.tokens.kernels.assign`, WIDTH for no row; real (WIDTH,): columns that are slices."""
     number = tl.sum(valid.to(tl.int32), 0)
-    prices, step = _first(tile, inside, real, number)
+    pricing: tl.constexpr = _PRICING[WIDTH > _FEW_SLICES]
+    prices, step = _first(tile, inside, real, number, pricing[1])
     kept, least = prices, number + 1
     i = 0
-    while (i <= _PRICE_STEPS) & (least > 0):
-        pick, _best = _choose(tile, prices, real, columns, WIDTH)
-        counts = _counts(pick, valid, columns)
-        kept, least, prices, step = _turn(kept, least, prices, step, counts, size, real)
+    while (i <= pricing[0]) & (least > 0):
+        pick = tl.where(valid, _choose(tile, prices, real, columns, WIDTH)[0], WIDTH)
+        counts = _counts(pick, columns)
+        kept, least, prices, step = _turn(kept, least, prices, step, counts, size, real, pricing[2])
         i += 1
-    pick, best = _choose(tile, kept, real, columns, WIDTH)
-    counts = _counts(pick, valid, columns)
+    pick = tl.where(valid, _choose(tile, kept, real, columns, WIDTH)[0], WIDTH)
+    counts = _counts(pick, columns)
     while tl.sum(tl.maximum(counts - size, 0), 0) > 0:
         target, value = _choose(tile, kept, real & (counts < size), columns, WIDTH)
-        here = valid[:, None] & (pick[:, None] == columns[None, :])
-        moves = _least(here, _bucket(best - value), tl.maximum(counts - size, 0))
-        pick, best = tl.where(moves, target, pick), tl.where(moves, value, best)
-        counts = _counts(pick, valid, columns)
+        here = pick[:, None] == columns[None, :]
+        best = tl.sum(tl.where(here, tile - kept[None, :], 0), 1)  # computed again: to keep it, registers would spill
+        pick = tl.where(_least(here, _bucket(best - value), tl.maximum(counts - size, 0)), target, pick)
+        counts = _counts(pick, columns)
     return pick
 
 
 @triton.jit
-def _first(tile, inside, real, number):
+def _first(tile, inside, real, number, first_step):
     """Prices start at a slice's mean score above the lowest slice's; the first step follows from the mean spread."""
     high, low = tl.max(tl.where(inside, tile, _LOWEST), 1), tl.min(tl.where(inside, tile, -(_LOWEST + 1)), 1)
     spread = tl.sum(tl.maximum(high.to(tl.int64) - low, 0), 0)  # below 0 in rows that are not there
     totals = tl.sum(tl.where(inside, tile, 0).to(tl.int64), 0)
     lowest = tl.min(tl.where(real, totals, 0x7FFFFFFFFFFFFFFF), 0)
     prices = tl.where(real, (totals - lowest) // number, 0).to(tl.int32)
-    return prices, spread * _FIRST_STEP // (64 * number.to(tl.int64))
+    return prices, spread * first_step // (64 * number.to(tl.int64))
 
 
 @triton.jit
-def _turn(kept, least, prices, step, counts, size, real):
+def _turn(kept, least, prices, step, counts, size, real, decay):
     """The prices that overfill slices least are kept; they rise where it is too full, by less every time."""
     over = tl.sum(tl.maximum(counts - size, 0), 0)
     kept = tl.where(over <= least, prices, kept)
     prices += tl.where(real, counts.to(tl.int64) * step // size - step, 0).to(tl.int32)
-    return kept, tl.minimum(over, least), prices, step * _STEP_DECAY // 64
+    return kept, tl.minimum(over, least), prices, step * decay // 64
 
 
 @triton.jit
-def _counts(pick, valid, columns):
+def _counts(pick, columns):
     """(WIDTH,) tokens of each slice."""
-    return tl.sum((valid[:, None] & (pick[:, None] == columns[None, :])).to(tl.int32), 0)
+    return tl.sum((pick[:, None] == columns[None, :]).to(tl.int32), 0)
 
 
 @triton.jit

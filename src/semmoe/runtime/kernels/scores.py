@@ -84,7 +84,7 @@ def score_tile(
     History: of decoded tokens what the states of their slots know, of others the mean.
     """
     valid = t < tokens
-    total = tl.load(looked_up + (layer.to(tl.int64) * tokens + t) * slices + s, mask=mask, other=0)
+    total = tl.load(looked_up + layer.to(tl.int64) * tokens * slices + (t * slices + s), mask=mask, other=0)
     state = tl.load(slots + t, mask=valid, other=0).to(tl.int64) * ranks + first + s
     known = (tl.load(running + state, mask=mask, other=0) >> _FRACTION) + tl.load(previous + state, mask=mask, other=0)
     unknown = tl.load(mean + first + s, mask=s < slices, other=0).to(tl.int32)
