@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 25_031, 350, 50
+TOTAL, FILE, FUNCTION = 25_030, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 269,
@@ -25,9 +25,9 @@ ROOMS = {
     "io": 608,
     "numeric": 272,
     "traces": 1152,
-    "tokens": 1055,
+    "tokens": 1056,
     "requests": 640,
-    "placement": 3040,
+    "placement": 3038,
     "paper": 569,
     "costs": 776,
     "evaluation": 690,

@@ -238,7 +238,7 @@ def candidates(*layers):
     """Layouts that are told apart by their number, with (cost, load) each."""
     return [
         [
-            Measured(np.array([[i]]), np.array([[0]]), None, cost, load, np.array([0]))
+            Measured(np.array([[i]]), np.array([[0]]), np.array([[False]]), cost, load, np.array([0]))
             for i, (cost, load) in enumerate(layer)
         ]
         for layer in layers

@@ -328,7 +328,7 @@ def test_a_token_finds_its_groups_of_one_block_on_one_node():
     )
     found = LayerSearch(problem).unsearched()[2:]  # the first are of hot experts
     for layout in found:
-        measured = cocluster._measure(layout, sample, topology, settings, costs)
+        measured = cocluster._measure(layout, sample, topology, settings, costs, 20.0)
         node = measured.preferred[group[:, None], trace.expert_ids[:, 0]] // 2
         own = (group // 2)[:, None]
         assert max(len(set(row) - set(home)) for row, home in zip(node.tolist(), own.tolist(), strict=True)) == 1
@@ -338,7 +338,7 @@ def test_a_token_finds_its_groups_of_one_block_on_one_node():
 def test_a_plan_to_begin_from_keeps_its_copies_of_whole_groups():
     """To the search, which has one copy used by all, they look like load; so the plan is measured as it is too."""
     trace, topology = groups_trace(), Topology(ep_size=8, dp_size=8, num_nodes=4)
-    chosen = quick(redundant_experts=16, load_limit=1.2, activation=1.0)
+    chosen = quick(redundant_experts=16, load_limit=3.0, activation=1.0)  # which binds nowhere, so that rows decide
     old = solve(trace, topology, chosen)
     new = solve(trace, topology, chosen, previous=old)
     rows = [replay(trace, plan).total.node_rows.sum() for plan in (old, new)]

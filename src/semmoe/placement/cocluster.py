@@ -47,7 +47,7 @@ class Measured:
 
     slots: np.ndarray  # (G, P / G)
     preferred: np.ndarray  # (G, E) int16: the rank whose copy of each expert each source rank uses first
-    fixed: np.ndarray | None  # (G, E) bool: experts of which each source rank uses that copy alone
+    fixed: np.ndarray  # (G, E) bool: experts of which each source rank uses that copy alone
     cost: float  # per token, moves included
     load: float  # max/mean expected for a batch of other requests
     primary: np.ndarray  # (E,), of the layout
@@ -147,7 +147,8 @@ class _Layers:
         if self.previous is None or self.before is None or self.problem.topology.num_nodes == 1:
             return self.open[layer][0].unsearched()
         choice = preferred_copies(self.previous, self.problem.topology)[layer].astype(np.int64)
-        return [Layout(self.before[layer].astype(np.int64), choice, np.inf, np.inf)]
+        fixed = None if self.previous.fixed_copies is None else self.previous.fixed_copies[layer]
+        return [Layout(self.before[layer].astype(np.int64), choice, np.inf, np.inf, fixed=fixed)]
 
     def finer(self, prices: list[float], layer: int) -> list[Measured]:
         """End the search of a layer."""
@@ -208,20 +209,15 @@ def place(
     chosen = _search(layers, f.num_layers)
     slots = np.stack([layout.slots for layout in chosen])
     slots = slots if layers.before is None else keep_slots(slots, layers.before)
+    fixed = np.stack([layout.fixed for layout in chosen])
     return Placement(
         physical_to_logical_map=slots.reshape(len(slots), -1).astype(np.int32),
         num_experts=f.num_experts,
         ep_size=ranks,
         static_dispatch=np.stack([layout.preferred for layout in chosen]),
         copy_choice=layers.settings.copy_choice if redundant > 0 else "static",
-        fixed_copies=_fixed_copies(chosen),
+        fixed_copies=fixed if fixed.any() else None,
     )
-
-
-def _fixed_copies(chosen: list[Measured]) -> np.ndarray | None:
-    """(L, G, E) bool: the fixed copies of all layers; None if no layer has any."""
-    fixed = [np.zeros(one.preferred.shape, bool) if one.fixed is None else one.fixed for one in chosen]
-    return np.stack(fixed) if any(one.any() for one in fixed) else None
 
 
 def _search(layers: _Layers, num_layers: int) -> list[Measured]:
@@ -261,8 +257,8 @@ def _measure(
     near, redundant = near_copies(copies, node_of), layout.slots.size > number
     rule = CopyChoice(primary_copy_choice(near, layout.primary))
     if redundant and settings.copy_choice == "cover":
-        rule = CopyChoice(rule.preferred, copies, node_of)
-    if redundant:
+        rule = CopyChoice(rule.preferred, copies, node_of, layout.fixed)
+    if redundant and layout.primary.ndim == 1:
         rule = level(tokens, home, rule, near, node_of, mean_costs(costs, phase), LEVEL_SHARE * load_price)
     targets = rule.ranks(tokens.expert_ids, home)
     cost = 0.0
@@ -271,7 +267,8 @@ def _measure(
         cost += total_cost(one, targets[rows], home[rows], node_of)
     load = expected_load(tokens, home, targets, number, topology.ep_size, settings.batch_tokens)
     cost = cost / sample.charged.sum() + layout.move_cost
-    return Measured(layout.slots, rule.preferred, rule.fixed, cost, load, layout.primary)
+    fixed = np.zeros(rule.preferred.shape, bool) if rule.fixed is None else rule.fixed
+    return Measured(layout.slots, rule.preferred, fixed, cost, load, layout.primary)
 
 
 def _homes(slots: np.ndarray, sample: Sample, topology: Topology, batch_tokens: int) -> np.ndarray:

@@ -67,7 +67,7 @@ class LayerProblem:
 class Layout:
     """A layout of one layer: the expert in every slot (G, P / G) and the rank (E,) of each expert's primary copy.
 
-    primary (G, E): that of each source rank, for layouts whose copy choice is made already.
+    primary (G, E): that of each source rank, for layouts whose copy choice is made already, with its `fixed` copies.
     """
 
     slots: np.ndarray
@@ -75,6 +75,7 @@ class Layout:
     cost: float  # per token, under true routing, without load
     load: float  # max/mean expected
     move_cost: float = 0.0  # per token, for experts that are not where they were
+    fixed: np.ndarray | None = None  # (G, E) bool: of a plan to begin from
 
     def total(self, load_price: float) -> float:
         return self.cost + self.move_cost + load_price * self.load
