@@ -67,7 +67,7 @@ def _measure(comm: Communicator, device: str, path: str, name: str, topology: To
         name=name,
         kind="measured",
         shared=rank.shared,
-        source=f"lab calibrate, {comm.size} processes, {comm.backend}, torch {torch.__version__}",
+        source=f"python -m lab calibrate, {comm.size} processes, {comm.backend}, torch {torch.__version__}",
         inside_node=between if between and alone else rank.tier(here),
         between_nodes=between,
         dispatch_bytes_per_value=rank.value_bytes,
