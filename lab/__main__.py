@@ -84,7 +84,7 @@ def calibrate(
     model: options.ModelArgument,
     out: Annotated[Path, options.output("The links file, JSON, for `semmoe solve --links`.")],
     force: options.Force = False,
-    name: Annotated[str, options.output("The name of these links.")] = "this machine",
+    name: Annotated[str, options.output("The links' name.")] = "this machine",
     as_json: options.Json = False,
     ep_size: Annotated[
         int, options.option(options.TOPOLOGY, "Expert-parallel ranks, each a local process.", min=2, max=MOST_RANKS)

@@ -179,7 +179,7 @@ def test_a_copy_is_fixed_where_tokens_come_to_a_hot_rank_anyway(price, rank):
 @pytest.mark.parametrize("price", [0.0, 0.7])
 @pytest.mark.parametrize(("num_nodes", "seed"), product((1, 2, 3), range(5)))
 def test_leveling_takes_the_best_of_all_choices_for_one_pair_after_the_other(num_nodes, seed, price, static):
-    """One request, so that all mixes are the profile's own; every rank and node has a cost of its own."""
+    """One request, so that all mixes are the profile's own; costs differ by rank and node."""
     rng, node_of, request = np.random.default_rng(seed), nodes(6, num_nodes), np.zeros(60, np.int64)
     slots, primary = layout(seed, experts=12, ranks=6, redundant=12)
     costs, (expert_ids, home, _) = uneven_costs(rng, 6, node_of), tokens(seed, 60, experts=12, ranks=6)

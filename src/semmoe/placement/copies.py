@@ -159,7 +159,7 @@ def _use(table, expert, copies, rank, alone):
 
 @njit(nogil=True)
 def _follow(profile, rows, table, home, targets, load, costs, keep):
-    """Add to load (G, J) the change when tokens `rows` choose copies by `table`; return that of their cost.
+    """Add to load (G, J) the change when tokens `rows` choose copies by `table`; return the change of cost.
 
     keep: write the ranks that they then reach into targets (T, K).
     """

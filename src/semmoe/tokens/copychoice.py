@@ -113,7 +113,7 @@ def cover(expert_ids, copies, source, num_ranks):
 
 @njit(nogil=True)
 def cover_token(experts, copies, source, held, reached, ids):
-    """Choose physical ids (K,) for the experts (K,) of one token: see `cover`.
+    """Choose physical ids (K,) for a token's experts (K,): see `cover`.
 
     Room to work in: held (K, G), the physical id of each rank's copy of each expert, or -1; reached (G,) bool.
     """
